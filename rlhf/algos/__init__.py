@@ -1,0 +1,1 @@
+"""Pure RL mathematics on tensors. Knows no process group."""

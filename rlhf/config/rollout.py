@@ -1,0 +1,68 @@
+"""How responses are sampled, and by which engine on which ranks."""
+
+from dataclasses import dataclass, field
+
+from rlhf.config.checks import at_least, between, more_than
+from rlhf.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingConfig:
+    """Distribution that response tokens are drawn from."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the most likely token."""
+    top_p: float = 1.0
+    """Keeps the smallest set of tokens with at least this probability; 1 keeps all."""
+    top_k: int = 0
+    """Keeps the k most likely tokens; 0 keeps all."""
+    max_new_tokens: int = 256
+    """Longest response, in tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a response, beside the tokenizer's end-of-sequence token."""
+
+    def __post_init__(self) -> None:
+        at_least("sampling.temperature", self.temperature, 0.0)
+        more_than("sampling.top_p", self.top_p, 0.0)
+        between("sampling.top_p", self.top_p, 0.0, 1.0)
+        at_least("sampling.top_k", self.top_k, 0)
+        at_least("sampling.max_new_tokens", self.max_new_tokens, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+    """The rollout pool: `dp` engines of `tp` ranks each, from first_rank on."""
+
+    engine: str = "native"
+    """native (embedded, any device), or the import path `package.module:factory` of another engine."""
+    tp: int = 1
+    """Ranks of one engine."""
+    dp: int = 1
+    """Engines."""
+    first_rank: int = 0
+    """First rank of the pool."""
+    max_running: int = 64
+    """Most responses one engine decodes at a time; the others wait."""
+    kv_cache_tokens: int = 65536
+    """Room for keys and values in one engine, in tokens."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """Of training rollouts."""
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "dp", "max_running", "kv_cache_tokens"):
+            at_least(f"rollout.{name}", getattr(self, name), 1)
+        at_least("rollout.first_rank", self.first_rank, 0)
+        if self.engine != "native" and ":" not in self.engine:
+            raise ConfigError(
+                f"rollout.engine: {self.engine!r} given; needs native or package.module:factory; change it"
+            )
+        if self.sampling.max_new_tokens >= self.kv_cache_tokens:
+            raise ConfigError(
+                f"rollout.kv_cache_tokens: {self.kv_cache_tokens} cannot hold one response of "
+                f"sampling.max_new_tokens = {self.sampling.max_new_tokens} and its prompt; raise the first"
+            )
+
+    @property
+    def ranks(self) -> range:
+        """The pool."""
+        return range(self.first_rank, self.first_rank + self.tp * self.dp)

@@ -1,0 +1,189 @@
+"""A whole run: its parts, and the rules that join two parts."""
+
+from dataclasses import dataclass, field
+
+from rlhf.config.algorithm import PPOConfig, SFTConfig
+from rlhf.config.checks import at_least, more_than, one_of
+from rlhf.config.data import DataConfig, RewardConfig
+from rlhf.config.model import FrozenRoleConfig, TrainedRoleConfig
+from rlhf.config.rollout import RolloutConfig, SamplingConfig
+from rlhf.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobConfig:
+    """Life of the processes."""
+
+    device: str = "auto"
+    """auto (CUDA where there is one, else CPU), cpu or cuda."""
+    progress_limit_s: float = 600.0
+    """A rank that makes no progress for this long ends the job as hung, in seconds."""
+    collective_timeout_s: float = 1200.0
+    """A collective that its peers do not join within this time fails, in seconds."""
+    torch_threads: int = 0
+    """CPU threads for maths on each rank; 0 shares the machine's cores out evenly."""
+
+    def __post_init__(self) -> None:
+        one_of("job.device", self.device, ("auto", "cpu", "cuda"))
+        more_than("job.progress_limit_s", self.progress_limit_s, 0.0)
+        more_than("job.collective_timeout_s", self.collective_timeout_s, 0.0)
+        at_least("job.torch_threads", self.torch_threads, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogConfig:
+    """What is reported, and where."""
+
+    folder: str = "runs"
+    """Run folders are made here: FOLDER/NAME."""
+    tensorboard: bool = True
+    """Write TensorBoard events into the run folder."""
+    wandb: bool = False
+    """Report to Weights & Biases; offline unless WANDB_API_KEY is set."""
+    wandb_project: str = "rlhf"
+    """Project there."""
+    console: str = "auto"
+    """auto (live table on a terminal, plain lines elsewhere), live or plain."""
+    samples_per_step: int = 4
+    """Samples written to samples.jsonl at each step."""
+
+    def __post_init__(self) -> None:
+        one_of("log.console", self.console, ("auto", "live", "plain"))
+        at_least("log.samples_per_step", self.samples_per_step, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncConfig:
+    """Moving the actor's weights into the rollout engines."""
+
+    bucket_bytes: int = 256 * 2**20
+    """Most bytes packed for one transfer."""
+    check_logprobs: bool = True
+    """Compare the engine's log-probs with the trainer's on each step's responses and report the difference."""
+
+    def __post_init__(self) -> None:
+        at_least("sync.bucket_bytes", self.bucket_bytes, 4096)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """Evaluation on the held-out problems."""
+
+    every_steps: int = 0
+    """Evaluate every so many steps; 0 only before the first and after the last."""
+    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
+    """Distribution of the evaluated responses."""
+    solved_at: float = 1.0
+    """A response counts as solved when its reward is at least this."""
+
+    def __post_init__(self) -> None:
+        at_least("eval.every_steps", self.every_steps, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PPORunConfig:
+    """PPO with actor, critic, reference, rollout engines and a reward function."""
+
+    name: str
+    """Name of the run and of its folder."""
+    trainer: str = "ppo"
+    """Which loop runs: ppo, or sft (its keys differ)."""
+    seed: int = 1
+    """Of everything random in the run."""
+    num_steps: int = 100
+    """Steps: rollout, scoring, update."""
+    actor: TrainedRoleConfig
+    """The policy that is trained."""
+    critic: TrainedRoleConfig
+    """The value model; its model.path may be the actor's checkpoint or a reward model's."""
+    reference: FrozenRoleConfig
+    """The policy that the KL penalty holds on to."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Engines that sample responses."""
+    data: DataConfig
+    """Prompts."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """Scoring."""
+    ppo: PPOConfig = field(default_factory=PPOConfig)
+    """The algorithm."""
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    """Weights from actor to engines."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """Held-out problems."""
+    job: JobConfig = field(default_factory=JobConfig)
+    """Processes."""
+    log: LogConfig = field(default_factory=LogConfig)
+    """Reports."""
+
+    def __post_init__(self) -> None:
+        one_of("trainer", self.trainer, ("ppo",))
+        at_least("num_steps", self.num_steps, 1)
+        if self.data.max_prompt_tokens + self.rollout.sampling.max_new_tokens > self.rollout.kv_cache_tokens:
+            raise ConfigError(
+                f"rollout.kv_cache_tokens: {self.rollout.kv_cache_tokens} is less than data.max_prompt_tokens + "
+                f"rollout.sampling.max_new_tokens = {self.data.max_prompt_tokens} + "
+                f"{self.rollout.sampling.max_new_tokens}; raise the first or lower one of the others"
+            )
+
+    def pools(self) -> dict[str, range]:
+        """Ranks of each role."""
+        return {
+            "actor": self.actor.parallel.ranks,
+            "critic": self.critic.parallel.ranks,
+            "reference": self.reference.parallel.ranks,
+            "rollout": self.rollout.ranks,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SFTRunConfig:
+    """Supervised fine-tuning of one model, saved as a Hugging Face checkpoint."""
+
+    name: str
+    """Name of the run and of its folder."""
+    trainer: str = "sft"
+    """Which loop runs: sft, or ppo (its keys differ)."""
+    seed: int = 1
+    """Of everything random in the run."""
+    num_steps: int = 100
+    """Optimizer steps."""
+    actor: TrainedRoleConfig
+    """The model that is trained."""
+    data: DataConfig
+    """Rows with prompt and answer."""
+    sft: SFTConfig = field(default_factory=SFTConfig)
+    """The algorithm."""
+    save_hf: str = ""
+    """Folder for the trained model as a Hugging Face checkpoint; empty saves it inside the run folder."""
+    job: JobConfig = field(default_factory=JobConfig)
+    """Processes."""
+    log: LogConfig = field(default_factory=LogConfig)
+    """Reports."""
+
+    def __post_init__(self) -> None:
+        one_of("trainer", self.trainer, ("sft",))
+        at_least("num_steps", self.num_steps, 1)
+
+    def pools(self) -> dict[str, range]:
+        """Ranks of each role."""
+        return {"actor": self.actor.parallel.ranks}
+
+
+RunConfig = PPORunConfig | SFTRunConfig
+
+
+def check_world(config: RunConfig, world_size: int) -> None:
+    """Raise ConfigError unless the pools of a run cover ranks 0..world_size-1 and nothing more."""
+    pools = config.pools()
+    for role, ranks in pools.items():
+        if ranks.stop > world_size:
+            raise ConfigError(
+                f"{role}: its pool is ranks {ranks.start}..{ranks.stop - 1}, but the job has {world_size} ranks; "
+                f"start more, or lower the sizes or first_rank of {role}"
+            )
+    idle = sorted(set(range(world_size)) - {rank for ranks in pools.values() for rank in ranks})
+    if idle:
+        raise ConfigError(
+            f"pools: ranks {idle} of {world_size} belong to no role; start fewer, or raise a role's dp "
+            f"(now {', '.join(f'{role} {r.start}..{r.stop - 1}' for role, r in pools.items())})"
+        )

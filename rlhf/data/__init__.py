@@ -1,0 +1,1 @@
+"""Ragged typed batches, prompts, microbatches."""

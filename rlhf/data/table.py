@@ -1,0 +1,61 @@
+"""The operations every batch has, written once over its fields."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from rlhf.data.ragged import Ragged
+from rlhf.errors import ShapeError
+
+
+class Table:
+    """Base of the frozen batch dataclasses: rows in every field, in the same order."""
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        return len(self._columns()[0])
+
+    def _columns(self) -> list[Any]:
+        return [getattr(self, f.name) for f in fields(self)]  # type: ignore[arg-type]
+
+    def _map(self, change: Callable[[Any], Any]) -> Self:
+        return type(self)(*(change(column) for column in self._columns()))
+
+    def select(self, index: Tensor) -> Self:
+        """Rows in the order of index (int64 [any])."""
+
+        def pick(column: Any) -> Any:
+            if isinstance(column, tuple):
+                return tuple(column[i] for i in index.tolist())
+            return column.select(index) if isinstance(column, (Ragged, Table)) else column[index]
+
+        return self._map(pick)
+
+    def split(self, sizes: Sequence[int]) -> list[Self]:
+        """Consecutive parts of so many rows each; the sizes must add up to the rows."""
+        if sum(sizes) != len(self):
+            raise ShapeError(f"split: sizes {list(sizes)} do not add up to {len(self)} rows")
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        return [self.select(torch.arange(at, at + n)) for at, n in zip(starts, sizes, strict=True)]
+
+    def to(self, device: torch.device) -> Self:
+        """Tensors on a device; lengths and tuples stay on the host."""
+        return self._map(lambda c: c.to(device) if isinstance(c, (Tensor, Ragged, Table)) else c)
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        """Rows of all parts (at least one), in order."""
+
+        def join(columns: tuple[Any, ...]) -> Any:
+            first = columns[0]
+            if isinstance(first, tuple):
+                return tuple(item for column in columns for item in column)
+            if isinstance(first, (Ragged, Table)):
+                return type(first).concat(columns)
+            return torch.cat(columns)
+
+        return cls(*(join(c) for c in zip(*(p._columns() for p in parts), strict=True)))

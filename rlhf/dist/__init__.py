@@ -1,0 +1,1 @@
+"""Rank grids, process groups, job life. Knows no model and no algorithm."""

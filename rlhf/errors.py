@@ -1,0 +1,37 @@
+"""Every error that a user of the package may want to catch."""
+
+
+class RlhfError(Exception):
+    """Root of the package's errors. Messages read `where: what was found; what is needed; what to change`."""
+
+
+class ConfigError(RlhfError, ValueError):
+    """A setting, or two settings together, cannot work. Raised before any device is touched."""
+
+
+class LayoutError(RlhfError):
+    """A layout cannot hold a model, or two layouts of one model cannot be mapped onto each other."""
+
+
+class ShapeError(RlhfError, ValueError):
+    """A tensor has not the shape or dtype its docstring asks for."""
+
+
+class CheckpointError(RlhfError):
+    """A checkpoint folder is missing something, is cut short, or holds another model than the one asked for."""
+
+
+class DataError(RlhfError):
+    """A data file or one of its rows cannot be used."""
+
+
+class RewardError(RlhfError):
+    """A reward function failed and the policy for failures says that this ends the run."""
+
+
+class EngineError(RlhfError):
+    """A rollout engine was asked for what it cannot do, or has died."""
+
+
+class WeightSyncError(RlhfError):
+    """After a weight sync the engine does not hold the trainer's weights."""

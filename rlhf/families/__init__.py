@@ -1,0 +1,1 @@
+"""Model families as data: names, shapes and cuts of their tensors. Knows no training or inference library."""

@@ -1,0 +1,62 @@
+"""One model described by numbers: what a Hugging Face config says, in the words the rest of the code uses."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Part(Enum):
+    """What a weight is for; it decides how each side cuts and fuses the tensor."""
+
+    EMBED = "embed"
+    ATTN_NORM = "attn_norm"
+    Q, K, V, ATTN_OUT = "q", "k", "v", "attn_out"
+    Q_BIAS, K_BIAS, V_BIAS = "q_bias", "k_bias", "v_bias"
+    Q_NORM, K_NORM = "q_norm", "k_norm"
+    MLP_NORM = "mlp_norm"
+    GATE, UP, DOWN = "gate", "up", "down"
+    FINAL_NORM = "final_norm"
+    LM_HEAD = "lm_head"
+    VALUE_HEAD = "value_head"
+
+
+@dataclass(frozen=True, slots=True)
+class LogicalTensor:
+    """A weight as the Hugging Face checkpoint names and shapes it, whatever any rank holds of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    part: Part
+    layer: int = -1
+    """Index of the transformer layer, or -1 outside the layers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeScaling:
+    """Llama 3's stretched rotary frequencies. Source: `rope_type: llama3` of Hugging Face configs."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """A dense decoder of the llama kind: RMSNorm, SwiGLU, grouped-query attention, rotary positions."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    ffn_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    max_positions: int
+    tied_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+    init_std: float = 0.02

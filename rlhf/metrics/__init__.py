@@ -1,0 +1,1 @@
+"""Names, reductions, timers and sinks of what a run reports."""

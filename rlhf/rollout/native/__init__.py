@@ -1,0 +1,1 @@
+"""The embedded engine: tensor-parallel, continuous batching, on any torch device."""
