@@ -54,13 +54,13 @@ class RewardConfig:
     """The reward function and what happens when it fails."""
 
     function: str = "rlhf.reward.gym:score"
-    """Import path `package.module:function`; called as function(prompt_record, response_text) -> float or RewardResult."""
+    """Import path `package.module:function` of function(prompt_record, response_text) -> float or RewardResult."""
     timeout_s: float = 10.0
     """Longest time for one response, in seconds; a call that hangs, in C too, is ended."""
     workers: int = 1
     """Reward processes on each rank that owns rows."""
     on_error: str = "drop"
-    """A response whose reward raises, hangs or is no finite number: drop (no loss from it), zero (score 0), or fail (end the run)."""
+    """When a reward raises, hangs or is not finite: drop (no loss from the row), zero (score 0), fail (end the run)."""
 
     def __post_init__(self) -> None:
         more_than("reward.timeout_s", self.timeout_s, 0.0)
