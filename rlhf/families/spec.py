@@ -19,6 +19,15 @@ class Part(Enum):
     VALUE_HEAD = "value_head"
 
 
+class Head(Enum):
+    """What stands on top of the last layer's hidden states."""
+
+    LM = "lm"
+    """Next-token logits: `lm_head.weight`, or the embedding itself when tied."""
+    VALUE = "value"
+    """One number per token: `score.weight` [1, hidden], as in Hugging Face's sequence classifiers."""
+
+
 @dataclass(frozen=True, slots=True)
 class LogicalTensor:
     """A weight as the Hugging Face checkpoint names and shapes it, whatever any rank holds of it."""

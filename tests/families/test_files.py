@@ -1,0 +1,84 @@
+"""Slices against whole tensors that safetensors itself wrote; damaged folders."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rlhf.errors import CheckpointError
+from rlhf.families.files import INDEX_FILE, SINGLE_FILE, HfFolder, resolve_folder
+from rlhf.families.spec import LogicalTensor, Part
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "a": torch.randn(7, 5, generator=generator),
+        "b": torch.randn(11, generator=generator),
+        "c": torch.randn(3, 4, generator=generator).bfloat16(),
+    }
+
+
+@pytest.fixture(params=["single", "sharded"])
+def folder(request, tmp_path):
+    if request.param == "single":
+        save_file(tensors(), tmp_path / SINGLE_FILE)
+    else:
+        save_file({"a": tensors()["a"]}, tmp_path / "model-1.safetensors")
+        save_file({"b": tensors()["b"], "c": tensors()["c"]}, tmp_path / "model-2.safetensors")
+        index = {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-2.safetensors"}
+        (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": index}))
+    return tmp_path
+
+
+def test_slices_equal_the_whole(folder):
+    files, whole = HfFolder(folder), tensors()
+    assert files.names() == set(whole)
+    assert files.shape("a") == (7, 5)
+    assert files.dtype("c") is torch.bfloat16
+    assert torch.equal(files.read("a", (slice(2, 5), slice(1, 5))), whole["a"][2:5, 1:5])
+    assert torch.equal(files.read("b", (slice(4, 11),)), whole["b"][4:])
+    assert torch.equal(files.read("c", (slice(0, 3), slice(0, 4))), whole["c"])
+
+
+def test_missing_tensor_and_wrong_shape_are_named(folder):
+    files = HfFolder(folder)
+    with pytest.raises(CheckpointError, match="no tensor lost"):
+        files.read("lost", (slice(0, 1),))
+    with pytest.raises(CheckpointError, match=r"safetensors: a has shape \(7, 5\)"):
+        files.read("a", (slice(0, 8), slice(0, 5)))
+    with pytest.raises(CheckpointError, match=r"b has shape \(11,\); needs \(12,\)"):
+        files.check([LogicalTensor("b", (12,), Part.FINAL_NORM)])
+    files.check([LogicalTensor("a", (7, 5), Part.EMBED), LogicalTensor("b", (11,), Part.FINAL_NORM)])
+
+
+def test_truncated_file_is_named(tmp_path):
+    save_file(tensors(), tmp_path / SINGLE_FILE)
+    whole = (tmp_path / SINGLE_FILE).read_bytes()
+    for kept in (len(whole) - 8, 20, 0):
+        (tmp_path / SINGLE_FILE).write_bytes(whole[:kept])
+        with pytest.raises(CheckpointError, match=SINGLE_FILE):
+            HfFolder(tmp_path)
+
+
+def test_index_that_does_not_match_its_files_is_named(tmp_path):
+    save_file({"a": tensors()["a"]}, tmp_path / "one.safetensors")
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"one\.safetensors: no tensor b"):
+        HfFolder(tmp_path).shape("b")
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"two\.safetensors.*for b"):
+        HfFolder(tmp_path)
+
+
+def test_folder_without_safetensors_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="safe_serialization"):
+        HfFolder(tmp_path)
+
+
+def test_path_is_a_folder_or_a_cached_hub_id(tmp_path):
+    assert resolve_folder(str(tmp_path)) == tmp_path
+    for wrong in ("nobody/no-such-model-here", str(tmp_path / "nowhere"), "a b"):
+        with pytest.raises(CheckpointError, match="neither a folder nor a hub id"):
+            resolve_folder(wrong)

@@ -1,0 +1,138 @@
+"""Specs against transformers' own config classes and model classes."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rlhf.errors import CheckpointError
+from rlhf.families.registry import hf_config, logical_tensors, read_spec, spec_of
+from rlhf.families.spec import Head, ModelSpec, RopeScaling
+
+TINY = {
+    "vocab_size": 101,
+    "hidden_size": 24,
+    "intermediate_size": 52,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 640,
+    "rms_norm_eps": 3e-5,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 7.0,
+    "low_freq_factor": 1.5,
+    "high_freq_factor": 5.0,
+    "original_max_position_embeddings": 80,
+}
+
+
+def spec(family: str, *, tied: bool = False, scaled: bool = False) -> ModelSpec:
+    return ModelSpec(
+        family=family,
+        vocab_size=101,
+        hidden_size=24,
+        ffn_size=52,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=8,
+        norm_eps=3e-5,
+        rope_theta=7321.0,
+        rope_scaling=RopeScaling(factor=7.0, low_freq_factor=1.5, high_freq_factor=5.0, original_max_positions=80)
+        if scaled
+        else None,
+        max_positions=640,
+        tied_embeddings=tied,
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        init_std=0.03,
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_config_survives_transformers(family, tied, scaled, tmp_path):
+    ours = spec(family, tied=tied, scaled=scaled)
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(ours)))
+    assert read_spec(tmp_path) == ours
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    theirs.save_pretrained(tmp_path / "again")
+    assert read_spec(tmp_path / "again") == ours
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("head", list(Head))
+def test_tensors_are_those_of_the_transformers_model(family, tied, head, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(spec(family, tied=tied), head=head)))
+    kind = AutoModelForCausalLM if head is Head.LM else AutoModelForSequenceClassification
+    model = kind.from_config(AutoConfig.from_pretrained(tmp_path))
+    theirs = {name: tuple(p.shape) for name, p in model.named_parameters()}  # a tied head appears once
+    tensors = logical_tensors(spec(family, tied=tied), head=head)
+    assert {t.name: t.shape for t in tensors} == theirs
+    assert len({t.name for t in tensors}) == len(tensors)
+
+
+def test_rotary_keys_of_transformers_4_and_5_mean_the_same():
+    base = {**TINY, "architectures": ["LlamaForCausalLM"]}
+    old = spec_of({**base, "rope_theta": 5e5, "rope_scaling": LLAMA3}, where="c")
+    new = spec_of({**base, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}}, where="c")
+    assert old == new
+    assert old.rope_theta == 5e5
+    assert old.rope_scaling == spec("llama", scaled=True).rope_scaling
+    older = spec_of({**base, "rope_theta": 5e5, "rope_scaling": {**LLAMA3, "type": "llama3"}}, where="c")
+    assert older == old
+
+
+def test_keys_left_out_get_the_familys_defaults():
+    bare = {k: v for k, v in TINY.items() if k not in ("head_dim", "num_key_value_heads")}
+    llama = spec_of({**bare, "model_type": "llama"}, where="c")
+    assert (llama.head_dim, llama.num_kv_heads, llama.rope_theta, llama.tied_embeddings) == (4, 6, 10000.0, False)
+    assert spec_of({**bare, "model_type": "qwen3"}, where="c").head_dim == 128
+    assert spec_of({**bare, "model_type": "qwen2"}, where="c").qkv_bias
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM.*LlamaForCausalLM.*Qwen3ForCausalLM"),
+        ({"architectures": None, "model_type": "gpt2"}, "gpt2"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, "linear"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "use_sliding_window"),
+        ({"architectures": ["Qwen3ForCausalLM"], "attention_bias": True}, "attention_bias"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": 25, "head_dim": None}, "hidden_size = 25"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_by_name(changed, named):
+    with pytest.raises(CheckpointError, match=named):
+        spec_of({**TINY, "architectures": ["LlamaForCausalLM"], **changed}, where="config.json")
+
+
+def test_unreadable_config_is_a_checkpoint_error(tmp_path):
+    with pytest.raises(CheckpointError, match="no such file"):
+        read_spec(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not JSON"):
+        read_spec(tmp_path)
+
+
+def test_transformers_reads_the_rotary_frequencies_we_mean(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(spec("llama", scaled=True))))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    plain = 7321.0 ** (-torch.arange(0, 8, 2) / 8.0)
+    assert not torch.allclose(model.model.rotary_emb.inv_freq, plain)  # the scaling is on
+    torch.testing.assert_close(model.model.rotary_emb.inv_freq[0], plain[0])  # highest frequency is never stretched
