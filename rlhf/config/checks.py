@@ -25,3 +25,11 @@ def one_of(where: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise ConfigError unless value is one of the allowed words."""
     if value not in allowed:
         raise ConfigError(f"{where}: {value!r} given; needs one of {', '.join(allowed)}; change it")
+
+
+def folder_name(where: str, value: str) -> None:
+    """Raise ConfigError unless value can name one folder: no separators, no spaces at its ends, not hidden."""
+    if not value.strip() or value != value.strip() or value.startswith(".") or {"/", "\\", "\0"} & set(value):
+        raise ConfigError(
+            f"{where}: {value!r} given; needs the name of a folder, without slashes or a leading dot; change it"
+        )

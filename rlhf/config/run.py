@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from rlhf.config.algorithm import PPOConfig, SFTConfig
-from rlhf.config.checks import at_least, more_than, one_of
+from rlhf.config.checks import at_least, folder_name, more_than, one_of
 from rlhf.config.data import DataConfig, RewardConfig
 from rlhf.config.model import FrozenRoleConfig, TrainedRoleConfig
 from rlhf.config.rollout import RolloutConfig, SamplingConfig
@@ -116,13 +116,41 @@ class PPORunConfig:
     """Reports."""
 
     def __post_init__(self) -> None:
+        folder_name("name", self.name)
         one_of("trainer", self.trainer, ("ppo",))
         at_least("num_steps", self.num_steps, 1)
-        if self.data.max_prompt_tokens + self.rollout.sampling.max_new_tokens > self.rollout.kv_cache_tokens:
+        self._check_rollout()
+        self._check_eval()
+        if self.reward.timeout_s >= self.job.progress_limit_s:
             raise ConfigError(
-                f"rollout.kv_cache_tokens: {self.rollout.kv_cache_tokens} is less than data.max_prompt_tokens + "
-                f"rollout.sampling.max_new_tokens = {self.data.max_prompt_tokens} + "
-                f"{self.rollout.sampling.max_new_tokens}; raise the first or lower one of the others"
+                f"reward.timeout_s: {self.reward.timeout_s} is not less than job.progress_limit_s = "
+                f"{self.job.progress_limit_s}, so a slow reward would look like a hung rank; lower the first"
+            )
+        if self.ppo.critic_warmup_steps >= self.num_steps:
+            raise ConfigError(
+                f"ppo.critic_warmup_steps: {self.ppo.critic_warmup_steps} of num_steps = {self.num_steps} leave no "
+                f"step that trains the actor; lower the first or raise num_steps"
+            )
+
+    def _check_rollout(self) -> None:
+        if self.rollout.sampling.temperature <= 0.0:
+            raise ConfigError(
+                "rollout.sampling.temperature: 0 samples the same response every time, and nothing can be learnt "
+                "from it; needs more than 0; set rollout.sampling.temperature=1"
+            )
+        for name, sampling in (("rollout.sampling", self.rollout.sampling), ("eval.sampling", self.eval.sampling)):
+            if self.data.max_prompt_tokens + sampling.max_new_tokens > self.rollout.kv_cache_tokens:
+                raise ConfigError(
+                    f"rollout.kv_cache_tokens: {self.rollout.kv_cache_tokens} is less than data.max_prompt_tokens + "
+                    f"{name}.max_new_tokens = {self.data.max_prompt_tokens} + {sampling.max_new_tokens}; "
+                    f"raise the first or lower one of the others"
+                )
+
+    def _check_eval(self) -> None:
+        if self.eval.every_steps and not self.data.held_out:
+            raise ConfigError(
+                f"eval.every_steps: {self.eval.every_steps} given, but data.held_out = 0 keeps no problems to evaluate "
+                f"on; set eval.every_steps=0, or data.held_out=200"
             )
 
     def pools(self) -> dict[str, range]:
@@ -161,6 +189,7 @@ class SFTRunConfig:
     """Reports."""
 
     def __post_init__(self) -> None:
+        folder_name("name", self.name)
         one_of("trainer", self.trainer, ("sft",))
         at_least("num_steps", self.num_steps, 1)
 
