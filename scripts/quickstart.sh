@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Installs what a run needs and runs the main job on a small, real task.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+"$root/scripts/setup.sh" core
+cd "$root"
+exec .venv/bin/python tools/quickstart.py "$@"
