@@ -2,7 +2,7 @@
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf.data.microbatch import plan_microbatches
@@ -12,6 +12,7 @@ from tests.harness.ranks import run_ranks
 rows = st.lists(st.integers(1, 40), max_size=30)
 
 
+@settings(deadline=None)
 @given(rows, st.integers(1, 60), st.integers(1, 4))
 def test_every_row_once_within_the_budget_and_a_multiple(lengths, budget, multiple_of):
     plan = plan_microbatches(lengths, budget, None, multiple_of)
@@ -24,6 +25,7 @@ def test_every_row_once_within_the_budget_and_a_multiple(lengths, budget, multip
     assert plan == plan_microbatches(tuple(lengths), budget, None, multiple_of)
 
 
+@settings(deadline=None)
 @given(rows, st.integers(1, 60))
 def test_the_count_is_near_the_fewest_possible(lengths, budget):
     fewest = max(1, -(-sum(min(length, budget) for length in lengths) // budget))
