@@ -7,10 +7,11 @@ letters: B = rows on this rank, T = tokens of a row's response.
 from dataclasses import dataclass
 from enum import IntEnum
 
+import torch
 from torch import Tensor
 
 from rlhf.data.ragged import Ragged
-from rlhf.data.table import Table
+from rlhf.data.table import Table, column
 
 
 class FinishReason(IntEnum):
@@ -45,11 +46,11 @@ class PromptRecord:
 class PromptBatch(Table):
     """Prompts waiting for a response; a prompt sampled n times is n rows."""
 
-    sample_ids: Tensor
+    sample_ids: Tensor = column(torch.int64)
     """int64 [B], unique in the run."""
-    prompt_ids: Tensor
+    prompt_ids: Tensor = column(torch.int64)
     """int64 [B], equal for the samples of one prompt."""
-    tokens: Ragged
+    tokens: Ragged = column(torch.int64)
     """int64, the prompt."""
     records: tuple[PromptRecord, ...]
 
@@ -59,15 +60,15 @@ class Rollout(Table):
     """Prompts with one sampled response each."""
 
     prompts: PromptBatch
-    responses: Ragged
+    responses: Ragged = column(torch.int64)
     """int64 [sum T], the stop token included when one was sampled."""
-    rollout_logprobs: Ragged
+    rollout_logprobs: Ragged = column(torch.float32)
     """float32 [sum T], under the sampling distribution (temperature applied; top-p / top-k cut not renormalised)."""
-    finish_reasons: Tensor
+    finish_reasons: Tensor = column(torch.int8)
     """int8 [B], FinishReason."""
-    provenance: Ragged
+    provenance: Ragged = column(torch.uint8)
     """uint8 [sum T], Provenance."""
-    policy_versions: Ragged
+    policy_versions: Ragged = column(torch.int32)
     """int32 [sum T], version of the weights that sampled each token."""
 
 
@@ -87,9 +88,9 @@ class ScoredRollout(Table):
     """Responses with their rewards."""
 
     rollout: Rollout
-    scores: Tensor
+    scores: Tensor = column(torch.float32)
     """float32 [B]."""
-    valid: Tensor
+    valid: Tensor = column(torch.bool)
     """bool [B]; False rows take part in no loss."""
     results: tuple[RewardResult, ...]
 
@@ -98,12 +99,40 @@ class ScoredRollout(Table):
 class Sequences(Table):
     """What a model needs to score responses: prompt and response as one sequence."""
 
-    sample_ids: Tensor
+    sample_ids: Tensor = column(torch.int64)
     """int64 [B]."""
-    tokens: Ragged
+    tokens: Ragged = column(torch.int64)
     """int64 [sum (P+T)]."""
-    response_lengths: Tensor
+    response_lengths: Tensor = column(torch.int64)
     """int64 [B]; the last so many tokens of a row are its response."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores(Table):
+    """One number per response token, from a model: log-probs, or values."""
+
+    scores: Ragged = column(torch.float32)
+    """float32 [sum T]."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRows(Table):
+    """What the policy loss needs, and nothing more. Token fields are aligned with the responses."""
+
+    sequences: Sequences
+    old_logprobs: Ragged = column(torch.float32)
+    advantages: Ragged = column(torch.float32)
+    loss_mask: Ragged = column(torch.bool)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRows(Table):
+    """What the value loss needs, and nothing more. Token fields are aligned with the responses."""
+
+    sequences: Sequences
+    values: Ragged = column(torch.float32)
+    returns: Ragged = column(torch.float32)
+    loss_mask: Ragged = column(torch.bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +140,13 @@ class Experience(Table):
     """All that the losses need. Token fields are aligned with the responses."""
 
     scored: ScoredRollout
-    old_logprobs: Ragged
-    ref_logprobs: Ragged
-    values: Ragged
-    rewards: Ragged
+    old_logprobs: Ragged = column(torch.float32)
+    ref_logprobs: Ragged = column(torch.float32)
+    values: Ragged = column(torch.float32)
+    rewards: Ragged = column(torch.float32)
     """Per-token reward, KL penalty included."""
-    advantages: Ragged
+    advantages: Ragged = column(torch.float32)
     """Whitened over the global batch when the config asks for it."""
-    returns: Ragged
-    loss_mask: Ragged
+    returns: Ragged = column(torch.float32)
+    loss_mask: Ragged = column(torch.bool)
     """bool; True on tokens that count in the loss."""

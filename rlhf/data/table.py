@@ -1,14 +1,19 @@
 """The operations every batch has, written once over its fields."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
-from typing import Any, Self
+from dataclasses import Field, field, fields
+from typing import Any, Self, get_type_hints
 
 import torch
 from torch import Tensor
 
 from rlhf.data.ragged import Ragged
 from rlhf.errors import ShapeError
+
+
+def column(dtype: torch.dtype) -> Any:
+    """Declare a required tensor or Ragged column and the dtype of its values."""
+    return field(metadata={"dtype": dtype})
 
 
 class Table:
@@ -18,6 +23,25 @@ class Table:
 
     def __len__(self) -> int:
         return len(self._columns()[0])
+
+    @classmethod
+    def columns(cls) -> tuple[tuple[Field[Any], Any], ...]:
+        """The declared columns, in order, each with its type."""
+        hints = get_type_hints(cls)
+        return tuple((f, hints[f.name]) for f in fields(cls))  # type: ignore[arg-type]
+
+    @classmethod
+    def empty(cls) -> Self:
+        """No rows, with every column's dtype."""
+
+        def none_of(f: Field[Any], kind: Any) -> Any:
+            if kind is Ragged:
+                return Ragged.of([], dtype=f.metadata["dtype"])
+            if kind is Tensor:
+                return torch.empty(0, dtype=f.metadata["dtype"])
+            return kind.empty() if isinstance(kind, type) and issubclass(kind, Table) else ()
+
+        return cls(*(none_of(f, kind) for f, kind in cls.columns()))
 
     def _columns(self) -> list[Any]:
         return [getattr(self, f.name) for f in fields(self)]  # type: ignore[arg-type]
