@@ -1,0 +1,1 @@
+"""Attention for machines without Transformer Engine: packed sequences and GQA on torch."""
