@@ -1,0 +1,33 @@
+"""Which Megatron modules a layer is built of, and getting Megatron ready for the device it will run on."""
+
+from importlib.util import find_spec
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megatron_patches.registry import apply, choose
+
+
+def uses_transformer_engine(device: torch.device) -> bool:
+    """Whether layers on a device are Transformer Engine's."""
+    return device.type == "cuda" and find_spec("transformer_engine") is not None
+
+
+def prepare_megatron(device: torch.device) -> None:
+    """Put the patches in place that models on a device need; a second call changes nothing.
+
+    Raises:
+        PatchError: Megatron-Core is not the one that a patch was written for.
+    """
+    apply(choose(has_cuda=device.type == "cuda", has_te=uses_transformer_engine(device)))
+
+
+def make_layer_spec(*, qk_norm: bool, use_te: bool) -> ModuleSpec:
+    """Megatron's spec of one decoder layer. Call `prepare_megatron` first."""
+    if use_te:
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
+    return get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_norm)

@@ -1,0 +1,173 @@
+"""Where each logical tensor lies in the parameters of Megatron's ranks: a pure function of spec and layout.
+
+Holds for both layer specs: parameters go by the names of the local one. Shape of a fused parameter on one rank:
+linear_qkv is, for each of the rank's KV heads, the query heads that share it, then its key, then its value; linear_fc1
+is the rank's slice of gate above its slice of up.
+"""
+
+from torch import Tensor
+
+from rlhf.config.parallel import ParallelConfig
+from rlhf.families.registry import logical_tensors
+from rlhf.families.spec import Head, LogicalTensor, ModelSpec, Part
+from rlhf.mcore.groups import model_grid
+from rlhf.mcore.model import MegatronModel
+from rlhf.mcore.transformer_config import check_layout, padded_vocab_size
+from rlhf.reshard.layout import Box, ModelLayout, ParamLayout, Span
+
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+
+_PARAM = {
+    Part.EMBED: EMBEDDING,
+    Part.ATTN_NORM: "input_layernorm.weight",
+    Part.Q: "self_attention.linear_qkv.weight",
+    Part.K: "self_attention.linear_qkv.weight",
+    Part.V: "self_attention.linear_qkv.weight",
+    Part.Q_BIAS: "self_attention.linear_qkv.bias",
+    Part.K_BIAS: "self_attention.linear_qkv.bias",
+    Part.V_BIAS: "self_attention.linear_qkv.bias",
+    Part.ATTN_OUT: "self_attention.linear_proj.weight",
+    Part.Q_NORM: "self_attention.q_layernorm.weight",
+    Part.K_NORM: "self_attention.k_layernorm.weight",
+    Part.MLP_NORM: "pre_mlp_layernorm.weight",
+    Part.GATE: "mlp.linear_fc1.weight",
+    Part.UP: "mlp.linear_fc1.weight",
+    Part.DOWN: "mlp.linear_fc2.weight",
+    Part.FINAL_NORM: "decoder.final_layernorm.weight",
+    Part.LM_HEAD: OUTPUT,
+    Part.VALUE_HEAD: OUTPUT,
+}
+"""Megatron's name of the parameter that holds a part; in a layer, the name inside it."""
+
+_TE_NAMES = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+"""Transformer Engine's name, where it fuses a norm into the linear layer after it -> the local spec's."""
+
+_Piece = tuple[Span, int]
+"""Indices of a logical tensor along the cut dim, and where they start in the parameter along it."""
+
+
+def _even(extent: int, tp: int, tp_rank: int) -> list[_Piece]:
+    size = extent // tp
+    return [((tp_rank * size, (tp_rank + 1) * size), 0)]
+
+
+def _vocab(spec: ModelSpec, tp: int, tp_rank: int) -> list[_Piece]:
+    """Rows of a vocabulary that is padded at its end; padding belongs to no box."""
+    rows = padded_vocab_size(spec.vocab_size, tp) // tp
+    start, stop = tp_rank * rows, min((tp_rank + 1) * rows, spec.vocab_size)
+    return [((start, stop), 0)] if start < stop else []
+
+
+def _qkv(spec: ModelSpec, part: Part, tp: int, tp_rank: int) -> list[_Piece]:
+    """Rows of q, k or v in the fused projection: one piece for each KV head of the rank."""
+    dim, queries = spec.head_dim, spec.num_heads // spec.num_kv_heads
+    heads = spec.num_kv_heads // tp
+    before, size = {
+        Part.Q: (0, queries),
+        Part.K: (queries, 1),
+        Part.V: (queries + 1, 1),
+    }[_MATRIX_OF.get(part, part)]
+    pieces = []
+    for local in range(heads):
+        head = tp_rank * heads + local
+        at = (local * (queries + 2) + before) * dim
+        pieces.append(((head * size * dim, (head + 1) * size * dim), at))
+    return pieces
+
+
+_MATRIX_OF = {Part.Q_BIAS: Part.Q, Part.K_BIAS: Part.K, Part.V_BIAS: Part.V}
+
+
+def _pieces(spec: ModelSpec, tensor: LogicalTensor, tp: int, tp_rank: int) -> tuple[int, list[_Piece]]:
+    """The dim along which tensor-parallel ranks share a tensor, and this rank's pieces of it."""
+    part = tensor.part
+    if part in (Part.EMBED, Part.LM_HEAD):
+        return 0, _vocab(spec, tp, tp_rank)
+    if part in (Part.Q, Part.K, Part.V, *_MATRIX_OF):
+        return 0, _qkv(spec, part, tp, tp_rank)
+    if part in (Part.ATTN_OUT, Part.DOWN):
+        return 1, _even(tensor.shape[1], tp, tp_rank)
+    if part in (Part.GATE, Part.UP):
+        ((span, _),) = _even(tensor.shape[0], tp, tp_rank)
+        return 0, [(span, 0 if part is Part.GATE else spec.ffn_size // tp)]
+    return 0, [((0, tensor.shape[0]), 0)]
+
+
+def _held(spec: ModelSpec, tensor: LogicalTensor, param: str, tp: int, tp_rank: int) -> list[ParamLayout]:
+    dim, pieces = _pieces(spec, tensor, tp, tp_rank)
+    whole = [(0, extent) for extent in tensor.shape]
+    held = []
+    for span, at in pieces:
+        spans, start = list(whole), [0] * len(whole)
+        spans[dim], start[dim] = span, at
+        held.append(ParamLayout(tensor.name, Box(tuple(spans)), param, tuple(start)))
+    return held
+
+
+def _stage_params(spec: ModelSpec, parallel: ParallelConfig, head: Head, stage: int) -> list[tuple[LogicalTensor, str]]:
+    """The tensors of a pipeline stage and the parameters that hold them."""
+    counts = parallel.stage_layers(spec.num_layers, where="parallel")
+    first = sum(counts[:stage])
+    is_last = stage == parallel.pp - 1
+    found = []
+    for tensor in logical_tensors(spec, head=head):
+        name, local = _PARAM[tensor.part], tensor.layer - first
+        if tensor.layer >= 0:
+            if 0 <= local < counts[stage]:
+                found.append((tensor, f"decoder.layers.{local}.{name}"))
+        elif tensor.part is Part.EMBED:
+            if stage == 0:
+                found.append((tensor, EMBEDDING))
+            elif is_last and spec.tied_embeddings and head is Head.LM:
+                found.append((tensor, OUTPUT))
+        elif is_last:
+            found.append((tensor, name))
+    return found
+
+
+def megatron_layout(spec: ModelSpec, parallel: ParallelConfig, *, head: Head, dtype: str) -> ModelLayout:
+    """What each rank of a Megatron model's pool holds. Pure; no module, no process group.
+
+    A tied embedding is one logical tensor, held by the first stage and again by the last. Parameters are named as in
+    `local_params`.
+
+    Raises:
+        LayoutError: The layout cannot hold the model (tp beyond the number of KV heads, for one).
+        ConfigError: The pipeline stages cannot hold the layers.
+    """
+    check_layout(spec, parallel, where="parallel")
+    grid = model_grid(parallel)
+
+    def holdings(rank: int) -> tuple[ParamLayout, ...]:
+        at = grid.coords(rank)
+        return tuple(
+            piece
+            for tensor, param in _stage_params(spec, parallel, head, at["pp"])
+            for piece in _held(spec, tensor, param, parallel.tp, at["tp"])
+        )
+
+    return ModelLayout(
+        tensors={tensor.name: tensor.shape for tensor in logical_tensors(spec, head=head)},
+        dtype=dtype,
+        ranks=tuple(grid.ranks),
+        holdings=holdings,
+    )
+
+
+def local_params(model: MegatronModel) -> dict[str, Tensor]:
+    """This rank's parameters by the names of `megatron_layout`, as detached views of their storage.
+
+    Ask again after the optimizer was built: its buffers may move the storage.
+    """
+    return {_local_name(name): param.detach() for name, param in model.module.named_parameters()}
+
+
+def _local_name(name: str) -> str:
+    for te_name, local_name in _TE_NAMES.items():
+        if name.endswith(te_name):
+            return name.removesuffix(te_name) + local_name
+    return name

@@ -1,0 +1,109 @@
+"""A Megatron model on this rank: built from a spec and a layout, its weights not yet set."""
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from rlhf.config.model import ModelConfig
+from rlhf.config.parallel import ParallelConfig
+from rlhf.families.spec import Head, ModelSpec
+from rlhf.mcore.gpt import HiddenStatesGPT
+from rlhf.mcore.groups import ModelGroups
+from rlhf.mcore.layer_spec import make_layer_spec, prepare_megatron, uses_transformer_engine
+from rlhf.mcore.transformer_config import check_layout, make_transformer_config
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronModel:
+    """This rank's stage and shard of a model."""
+
+    spec: ModelSpec
+    parallel: ParallelConfig
+    groups: ModelGroups
+    head: Head
+    config: TransformerConfig
+    module: HiddenStatesGPT
+    chunk: nn.Module
+    """What the schedules run: the module in Megatron's DistributedDataParallel when it is trained, else the module."""
+    device: torch.device
+    seed: int
+
+
+def build_model(
+    spec: ModelSpec,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    groups: ModelGroups,
+    *,
+    head: Head,
+    device: torch.device,
+    seed: int,
+    trainable: bool,
+) -> MegatronModel:
+    """Build this rank's part. On the ranks of the pool only; no communication.
+
+    Weights are uninitialised memory until `load_weights` or `draw_weights` has run; make the optimizer after that.
+    The gradients of a trainable model are sums over microbatches and replicas: nothing divides them.
+
+    Args:
+        spec: What the model is.
+        model: How it is held in memory (dtype, recompute).
+        parallel: Its layout.
+        groups: Of this layout, from `make_groups`.
+        head: What the last stage's hidden states are for.
+        device: Where its weights live.
+        seed: Of everything random in it: dropout, and weights that no checkpoint gives.
+        trainable: Whether gradients are kept.
+
+    Raises:
+        LayoutError: The layout cannot hold the model.
+        PatchError: Megatron-Core is not the one that the patches were written for.
+    """
+    assert groups.collection is not None, f"rank {groups.rank} is outside the model's pool {groups.grid.ranks}"
+    check_layout(spec, parallel, where="parallel")
+    prepare_megatron(device)
+    use_te = uses_transformer_engine(device)
+    config = make_transformer_config(
+        spec, model, parallel, pp_rank=groups.pp_rank, use_te=use_te, on_cpu=device.type == "cpu"
+    )
+    module = HiddenStatesGPT(
+        spec,
+        config,
+        make_layer_spec(qk_norm=spec.qk_norm, use_te=use_te),
+        head=head,
+        collection=groups.collection,
+        device=device,
+        seed=seed,
+    )
+    chunk: nn.Module = module
+    if trainable:
+        chunk = DistributedDataParallel(config, _ddp_config(), module, pg_collection=groups.collection)
+    else:
+        module.requires_grad_(False).eval()
+    return MegatronModel(spec, parallel, groups, head, config, module, chunk, device, seed)
+
+
+def _ddp_config() -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+        check_for_nan_in_grad=False,
+    )
+
+
+def head_weight(model: MegatronModel) -> Tensor:
+    """Weight that the loss applies to the hidden states. On last-stage ranks only; no communication.
+
+    Returns:
+        Lm head: [padded vocabulary / tp, H], this rank's rows (the embedding itself when tied on one stage).
+        Value head: [1, H], the same on all tensor-parallel ranks; so is its gradient.
+    """
+    assert model.groups.is_last_stage, f"stage {model.groups.pp_rank} has no head"
+    if model.module.output_layer.weight is not None:
+        return model.module.output_layer.weight
+    return model.module.shared_embedding_or_output_weight()

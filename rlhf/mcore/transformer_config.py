@@ -1,0 +1,123 @@
+"""A Megatron TransformerConfig from a model's numbers, its layout and how it is held. Pure; makes no tensor."""
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.functional import silu
+
+from rlhf.config.model import ModelConfig
+from rlhf.config.parallel import ParallelConfig
+from rlhf.errors import LayoutError
+from rlhf.families.spec import ModelSpec
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Dtype of a ModelConfig.dtype."""
+
+
+class StageLayout(PipelineParallelLayerLayout):
+    """Layers of each pipeline stage, any counts, seen from one stage.
+
+    Upstream's methods fall back on the global parallel state for the stage; here they answer for `pp_rank`.
+    """
+
+    def __init__(self, stage_layers: tuple[int, ...], pp_rank: int) -> None:
+        stages = [["decoder"] * count for count in stage_layers]
+        stages[0].insert(0, "embedding")
+        stages[-1].append("loss")
+        super().__init__(stages, len(stages))
+        self.pp_rank = pp_rank
+        self.stage_layers = stage_layers
+
+    def get_num_layers_to_build(
+        self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
+    ) -> int:
+        """Layers of a kind on this stage."""
+        return self.layout[self.pp_rank if pp_rank is None else pp_rank][vp_stage or 0].count(layer_type)
+
+    def get_layer_offset(
+        self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
+    ) -> int:
+        """Layers of a kind on the stages before this one."""
+        at = self.pp_rank if pp_rank is None else pp_rank
+        return sum(stage[vp_stage or 0].count(layer_type) for stage in self.layout[:at])
+
+
+def padded_vocab_size(vocab_size: int, tp: int) -> int:
+    """Vocabulary rows over all tensor-parallel ranks: the next multiple of tp."""
+    return -(-vocab_size // tp) * tp
+
+
+def check_layout(spec: ModelSpec, parallel: ParallelConfig, *, where: str) -> None:
+    """Raise unless the layout can hold the model.
+
+    Raises:
+        LayoutError: Heads, KV heads or the MLP cannot be cut into tp shards.
+        ConfigError: The pipeline stages cannot hold the layers.
+    """
+    for what, count in (
+        ("num_kv_heads", spec.num_kv_heads),
+        ("num_heads", spec.num_heads),
+        ("ffn_size", spec.ffn_size),
+    ):
+        if count % parallel.tp:
+            raise LayoutError(
+                f"{where}.tp: {parallel.tp} does not divide the model's {what} = {count}; "
+                f"needs a divisor; lower {where}.tp"
+            )
+    parallel.stage_layers(spec.num_layers, where=where)
+
+
+def make_transformer_config(
+    spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig, *, pp_rank: int, use_te: bool, on_cpu: bool
+) -> TransformerConfig:
+    """Megatron's config of one stage of a model.
+
+    Weights are left unset (`load_weights` or random initialisation fills them), there is no dropout, and losses are
+    sums: nothing divides by microbatches or replicas (`calculate_per_token_loss`).
+    """
+    dtype = DTYPES[model.dtype]
+    config = TransformerConfig(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        ffn_hidden_size=spec.ffn_size,
+        num_attention_heads=spec.num_heads,
+        num_query_groups=spec.num_kv_heads,
+        kv_channels=spec.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=spec.norm_eps,
+        gated_linear_unit=True,
+        activation_func=silu,
+        add_bias_linear=False,
+        add_qkv_bias=spec.qkv_bias,
+        qk_layernorm=spec.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        sequence_parallel=parallel.tp > 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        use_cpu_initialization=on_cpu,
+        perform_initialization=False,
+        calculate_per_token_loss=True,
+        finalize_model_grads_func=finalize_model_grads,
+        # Packed microbatches of different lengths; upstream demands the dispatcher even of dense models.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        recompute_granularity="full" if model.recompute == "full" else None,
+        recompute_method="uniform" if model.recompute == "full" else None,
+        recompute_num_layers=1 if model.recompute == "full" else None,
+        bias_activation_fusion=use_te,
+        bias_dropout_fusion=use_te,
+        apply_rope_fusion=use_te,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+    )
+    # Set afterwards: __post_init__ would replace a layout that is handed in by one that asks the global for the stage.
+    config.pipeline_model_parallel_layout = StageLayout(
+        parallel.stage_layers(spec.num_layers, where="parallel"), pp_rank
+    )
+    return config

@@ -1,0 +1,98 @@
+"""Tiny checkpoints of every family with nothing equal and nothing at its initial value, and packed inputs for them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+LENGTHS = (7, 1, 19, 4, 12)
+"""Of the packed sequences; 43 tokens, so that tp 2 needs a padding sequence."""
+
+ROPE_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 731.0,
+    "factor": 3.7,
+    "low_freq_factor": 1.3,
+    "high_freq_factor": 2.9,
+    "original_max_position_embeddings": 17,
+}
+"""Unusual factors, with bands of kept, blended and divided frequencies inside 32 channels."""
+
+COMMON = {
+    "vocab_size": 131,
+    "hidden_size": 42,
+    "intermediate_size": 56,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 97,
+    "rms_norm_eps": 3e-5,
+    "initializer_range": 0.15,
+    "attention_dropout": 0.0,
+}
+
+CASES = {
+    "llama": (transformers.LlamaConfig, {"tie_word_embeddings": False, "rope_parameters": ROPE_LLAMA3}),
+    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (transformers.Qwen3Config, {"tie_word_embeddings": False, "num_hidden_layers": 3}),
+}
+"""Name -> config class and what differs from COMMON."""
+
+
+def make_checkpoint(name: str, folder: Path, *, num_labels: int = 0, **changes: object) -> transformers.PreTrainedModel:
+    """Random model in eval mode, saved in folder; num_labels > 0 gives a sequence classifier."""
+    config_class, extra = CASES[name]
+    config = config_class(**{**COMMON, **extra, **changes})
+    torch.manual_seed(sum(map(ord, name)))
+    if num_labels:
+        config.num_labels = num_labels
+        config.pad_token_id = 0
+        model = transformers.AutoModelForSequenceClassification.from_config(config)
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for key, param in model.named_parameters():
+            if key.endswith("bias") or "norm" in key:
+                param.add_(torch.randn_like(param) * 0.3)
+    model.eval().save_pretrained(folder)
+    return model
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences one after the other, with a dummy sequence at the end that makes them a multiple of tp."""
+
+    tokens: Tensor
+    positions: Tensor
+    params: PackedSeqParams
+    num_real: int
+
+
+def sequences(vocab_size: int, lengths: tuple[int, ...] = LENGTHS, seed: int = 5) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocab_size, (n,), generator=generator) for n in lengths]
+
+
+def pack(rows: list[Tensor], *, multiple_of: int) -> Packed:
+    real = sum(len(row) for row in rows)
+    if pad := -real % multiple_of:
+        rows = [*rows, torch.zeros(pad, dtype=torch.int64)]
+    lengths = torch.tensor([0, *(len(row) for row in rows)])
+    cu_seqlens = lengths.cumsum(0).to(torch.int32)
+    longest = int(lengths.max())
+    return Packed(
+        tokens=torch.cat(rows)[None],
+        positions=torch.cat([torch.arange(len(row)) for row in rows])[None],
+        params=PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        ),
+        num_real=real,
+    )
