@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 
+ITEM_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of one element by name of dtype, as `ModelLayout.dtype` spells it."""
+
 Span = tuple[int, int]
 """Half-open range of indices along one dim."""
 
@@ -43,6 +46,25 @@ class Box:
         spans = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(self.spans, other.spans, strict=True))
         return Box(spans) if all(start < stop for start, stop in spans) else None
 
+    def minus(self, other: "Box") -> "tuple[Box, ...]":
+        """What is left of this block without the other, as disjoint blocks."""
+        common = self.intersect(other)
+        if common is None:
+            return (self,)
+        left, spans = [], list(self.spans)
+        for dim, (start, stop) in enumerate(common.spans):
+            low, high = spans[dim]
+            if low < start:
+                left.append(Box((*spans[:dim], (low, start), *spans[dim + 1 :])))
+            if stop < high:
+                left.append(Box((*spans[:dim], (stop, high), *spans[dim + 1 :])))
+            spans[dim] = (start, stop)
+        return tuple(left)
+
+    def contains(self, other: "Box") -> bool:
+        """Whether every element of the other block is in this one."""
+        return all(a <= c and d <= b for (a, b), (c, d) in zip(self.spans, other.spans, strict=True))
+
     def shift(self, offsets: tuple[int, ...]) -> "Box":
         """The same block moved by an offset per dim."""
         return Box(tuple((a + by, b + by) for (a, b), by in zip(self.spans, offsets, strict=True)))
@@ -72,7 +94,8 @@ class ModelLayout:
 
     `holdings(rank)` lists one rank's blocks and may be called for any rank of `ranks` from anywhere: it is computed
     from the description of the layout, not from memory. Elements held by several ranks (or twice on one rank, as a
-    tied embedding on one stage) are replicas.
+    tied embedding on one stage) are replicas. Ranks that hold the same should be given the same tuple object (cache it
+    by their coordinates): such ranks are indexed once, which is what keeps plans over thousands of ranks cheap.
     """
 
     tensors: Mapping[str, tuple[int, ...]]
@@ -81,3 +104,8 @@ class ModelLayout:
     """Of the stored elements: float32 or bfloat16. Both sides of a transfer must agree."""
     ranks: tuple[int, ...]
     holdings: Callable[[int], tuple[ParamLayout, ...]]
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one stored element."""
+        return ITEM_BYTES[self.dtype]

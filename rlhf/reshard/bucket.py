@@ -1,0 +1,166 @@
+"""Moves packed into messages, messages into buckets: staging memory has a bound, and no rank waits for ever.
+
+All messages of the job have one total order, of which every rank knows its own part. A rank has the messages of two
+buckets under way at a time, in that order. So the first unfinished message of the job is always under way at both of
+its ends, and the transfer goes on whatever the sizes of the pools.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from rlhf.reshard.layout import Box
+from rlhf.reshard.plan import Move, Plan, RankPlan
+
+OrderKey = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Blocks that travel together from one rank to another, packed one after the other."""
+
+    src_rank: int
+    dst_rank: int
+    moves: tuple[Move, ...]
+    num_elements: int
+    key: OrderKey
+    """Place in the order of the job: round over the sources' shards, turn of the peers, source, number of its pair."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Messages of one rank that are under way together."""
+
+    receives: tuple[Message, ...]
+    sends: tuple[Message, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements staged for this bucket at most."""
+        return sum(message.num_elements for message in (*self.receives, *self.sends))
+
+
+def split(box: Box, max_elements: int) -> Iterator[Box]:
+    """Cut a block into blocks of at most max_elements, along its first dims, in order of index."""
+    if box.num_elements <= max_elements:
+        yield box
+        return
+    # The first dim with more than one index is cut; when one index of it is still too large, the next dim is.
+    dim = next(at for at, extent in enumerate(box.shape) if extent > 1)
+    start, stop = box.spans[dim]
+    step = max(1, max_elements // prod(box.shape[dim + 1 :]))
+    for low in range(start, stop, step):
+        part = Box((*box.spans[:dim], (low, min(low + step, stop)), *box.spans[dim + 1 :]))
+        yield from split(part, max_elements)
+
+
+def messages_of(plan: Plan, part: RankPlan, bucket_bytes: int) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    """One rank's (receives, sends) as messages of at most half a bucket, each in the order of the job."""
+    packer = _Packer(plan, max(1, bucket_bytes // 2 // plan.src.item_bytes))
+    return packer.messages(part.receives), packer.messages(part.sends)
+
+
+def buckets_of(receives: Sequence[Message], sends: Sequence[Message], max_elements: int) -> tuple[Bucket, ...]:
+    """Cut one rank's messages, in the order of the job, into buckets of at most max_elements each.
+
+    A message larger than that (none is, when `messages_of` made it with the same limit) has a bucket of its own.
+    """
+    incoming = {id(message) for message in receives}
+    buckets: list[Bucket] = []
+    now: list[Message] = []
+    filled = 0
+    for message in sorted((*receives, *sends), key=lambda m: m.key):
+        if now and filled + message.num_elements > max_elements:
+            buckets.append(_bucket(now, incoming))
+            now, filled = [], 0
+        now.append(message)
+        filled += message.num_elements
+    return (*buckets, _bucket(now, incoming)) if now else tuple(buckets)
+
+
+def digests(messages: Iterable[Message]) -> dict[tuple[int, int], int]:
+    """A 63-bit hash of the messages of each (source, destination) pair: both ends must find the same."""
+    pairs: dict[tuple[int, int], hashlib.blake2b] = {}
+    for message in messages:
+        pair = (message.src_rank, message.dst_rank)
+        hashed = pairs.setdefault(pair, hashlib.blake2b(digest_size=8))
+        hashed.update(repr((message.key, [(move.tensor, move.box.spans) for move in message.moves])).encode())
+    return {pair: int.from_bytes(hashed.digest(), "little") >> 1 for pair, hashed in pairs.items()}
+
+
+def _bucket(messages: Sequence[Message], incoming: set[int]) -> Bucket:
+    return Bucket(
+        receives=tuple(message for message in messages if id(message) in incoming),
+        sends=tuple(message for message in messages if id(message) not in incoming),
+    )
+
+
+class _Packer:
+    """Joins the moves of each pair of ranks into messages; both ends of a pair come to the same."""
+
+    def __init__(self, plan: Plan, max_elements: int) -> None:
+        self._plan, self._max = plan, max_elements
+        self._place = {rank: at for at, rank in enumerate(plan.ranks)}
+        self._shards: dict[int, dict[str, _Held]] = {}
+
+    def messages(self, moves: Iterable[Move]) -> tuple[Message, ...]:
+        pairs: dict[tuple[int, int], list[Move]] = {}
+        for move in moves:
+            pairs.setdefault((move.src_rank, move.dst_rank), []).append(move)
+        found = [message for (src, dst), of in pairs.items() for message in self._pack(src, dst, of)]
+        return tuple(sorted(found, key=lambda message: message.key))
+
+    def _pack(self, src: int, dst: int, moves: Iterable[Move]) -> Iterator[Message]:
+        """A pair's moves, cut to size and joined while they lie in one round of the source's shard."""
+        # Ranks take turns as each other's peers, so that nobody is sent to by everybody at once.
+        turn = (self._place[dst] - self._place[src]) % len(self._place)
+        now: list[Move] = []
+        filled, now_round, number = 0, -1, 0
+        for move in moves:
+            for box in split(move.box, self._max):
+                at = self._round(src, move.tensor, box)
+                if now and (at != now_round or filled + box.num_elements > self._max):
+                    yield Message(src, dst, tuple(now), filled, (now_round, turn, src, number))
+                    now, filled, number = [], 0, number + 1
+                now.append(Move(move.tensor, box, src, dst))
+                filled, now_round = filled + box.num_elements, at
+        if now:
+            yield Message(src, dst, tuple(now), filled, (now_round, turn, src, number))
+
+    def _round(self, src: int, tensor: str, box: Box) -> int:
+        """How far into the source's shard a block lies, in steps of a few messages.
+
+        By the source's shard and not by the model, so that all pipeline stages send from the start.
+        """
+        if src not in self._shards:
+            self._shards[src] = _shard(self._plan, src)
+        held = self._shards[src][tensor]
+        into = held.num_elements * (box.spans[0][0] - held.low) // (held.high - held.low)
+        return (held.start + into) // (4 * self._max)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A tensor's place in a source rank's shard: elements before it, of it, and its range along dim 0."""
+
+    start: int
+    num_elements: int
+    low: int
+    high: int
+
+
+def _shard(plan: Plan, src: int) -> dict[str, _Held]:
+    found, start = {}, 0
+    of_rank = plan.src_index.of_rank(src)
+    for tensor in sorted(of_rank, key=lambda name: plan.order[name]):
+        boxes = [one.box for one in of_rank[tensor]]
+        held = _Held(
+            start,
+            sum(box.num_elements for box in boxes),
+            min(box.spans[0][0] for box in boxes),
+            max(box.spans[0][1] for box in boxes),
+        )
+        found[tensor] = held
+        start += held.num_elements
+    return found

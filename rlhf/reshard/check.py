@@ -1,0 +1,172 @@
+"""Proof of a plan: each wanted element arrives once, and the bytes moved against the least that any plan could move.
+
+The bound and the counts come from index sets of the two layouts (`cells.py`), not from the planner's own arithmetic.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhf.reshard.cells import Cells
+from rlhf.reshard.layout import Box, ParamLayout
+from rlhf.reshard.plan import Plan, RankPlan
+from rlhf.reshard.topology import Link
+
+
+@dataclass(frozen=True, slots=True)
+class RankTraffic:
+    """What a transfer means for one rank, in bytes."""
+
+    rank: int
+    received: Mapping[Link, int]
+    """By link; SAME_RANK are the copies from its own source parameters."""
+    sent: Mapping[Link, int]
+    """By link, to other ranks."""
+    bound: int
+    """Bytes of the distinct elements that it wants and does not hold."""
+
+    @property
+    def moved(self) -> int:
+        """Bytes that come from other ranks."""
+        return self.received[Link.SAME_NODE] + self.received[Link.ACROSS_NODES]
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """Traffic of all ranks of a transfer beside the lower bound."""
+
+    ranks: tuple[RankTraffic, ...]
+    staging_bytes: int
+    """Most extra memory that any rank needs; 0 when no buckets were cut yet."""
+
+    def bytes_by_link(self) -> dict[Link, int]:
+        """Received bytes over all ranks."""
+        return {link: sum(one.received[link] for one in self.ranks) for link in Link}
+
+    @property
+    def moved(self) -> int:
+        """Bytes that pass between ranks."""
+        return sum(one.moved for one in self.ranks)
+
+    @property
+    def bound(self) -> int:
+        """The least number of bytes that must pass between ranks."""
+        return sum(one.bound for one in self.ranks)
+
+    @property
+    def ratio(self) -> float:
+        """Moved over bound: 1.0 when nothing is sent that need not be."""
+        return ratio(self.moved, self.bound)
+
+    def render(self) -> str:
+        """A few lines for the start of a run."""
+        most_in = max(self.ranks, key=lambda one: one.moved)
+        most_out = max(self.ranks, key=lambda one: sum(one.sent.values()))
+        lines = [
+            f"reshard certificate: {len(self.ranks)} ranks, moved {mib(self.moved)}, lower bound {mib(self.bound)}, "
+            f"ratio {self.ratio:.3f}",
+            *(f"  {link.value:<13} {mib(count):>14}" for link, count in self.bytes_by_link().items()),
+            f"  most received {mib(most_in.moved):>14}  (rank {most_in.rank})",
+            f"  most sent     {mib(sum(most_out.sent.values())):>14}  (rank {most_out.rank})",
+            f"  peak staging  {mib(self.staging_bytes):>14}",
+        ]
+        return "\n".join(lines)
+
+
+def ratio(moved: int, bound: int) -> float:
+    """Moved over bound; 1.0 when nothing moves and nothing must."""
+    if bound == 0:
+        return 1.0 if moved == 0 else float("inf")
+    return moved / bound
+
+
+def mib(num_bytes: int) -> str:
+    """Bytes as readable MiB."""
+    return f"{num_bytes / 2**20:,.2f} MiB"
+
+
+def certify(plan: Plan) -> Certificate:
+    """Prove the whole plan, every rank of it, in this process.
+
+    Raises:
+        AssertionError: An element arrives twice or not at all, or a send has no receive: a fault of the planner.
+    """
+    parts = [plan.of(rank) for rank in plan.ranks]
+    for part in parts:
+        check_arrivals(plan, part)
+    sends = sorted((m.tensor, m.box.spans, m.src_rank, m.dst_rank) for part in parts for m in part.sends)
+    receives = sorted((m.tensor, m.box.spans, m.src_rank, m.dst_rank) for part in parts for m in part.receives)
+    assert sends == receives, "reshard: sends and receives do not pair"
+    return Certificate(tuple(rank_traffic(plan, part) for part in parts), staging_bytes=0)
+
+
+def rank_traffic(plan: Plan, part: RankPlan) -> RankTraffic:
+    """Bytes of one rank's part, and its lower bound."""
+    received, sent = dict.fromkeys(Link, 0), dict.fromkeys(Link, 0)
+    item = plan.src.item_bytes
+    for move in (*part.copies, *part.receives):
+        received[plan.topology.link(move.src_rank, part.rank)] += move.box.num_elements * item
+    for move in part.sends:
+        sent[plan.topology.link(part.rank, move.dst_rank)] += move.box.num_elements * item
+    return RankTraffic(part.rank, received, sent, lower_bound(plan, part.rank) * item)
+
+
+def lower_bound(plan: Plan, rank: int) -> int:
+    """Distinct elements that a rank wants and does not hold itself: from the two layouts alone."""
+    wanted, held = plan.dst_index.of_rank(rank), plan.src_index.of_rank(rank)
+    missing = 0
+    for tensor, wants in wanted.items():
+        want_boxes, held_boxes = _boxes(wants), _boxes(held.get(tensor, ()))
+        cells = Cells([*want_boxes, *held_boxes])
+        missing += cells.elements((cells.count(want_boxes) > 0) & (cells.count(held_boxes) == 0))
+    return missing
+
+
+def check_arrivals(plan: Plan, part: RankPlan) -> None:
+    """Assert that each slot of a rank's destination parameters is filled once, from a rank that holds the element."""
+    arriving: dict[str, list[Box]] = {}
+    for move in (*part.copies, *part.receives):
+        arriving.setdefault(move.tensor, []).append(move.box)
+        holds = plan.src_index.of_rank(move.src_rank).get(move.tensor, ())
+        assert any(one.box.contains(move.box) for one in holds), f"reshard: {move} from a rank that does not hold it"
+    echoes: dict[tuple[str, str], list[Box]] = {}
+    for echo in part.echoes:
+        echoes.setdefault((echo.tensor, echo.second.param), []).append(echo.second.param_box(echo.box))
+    wanted = plan.dst_index.of_rank(part.rank)
+    assert set(arriving) <= set(wanted), f"reshard: rank {part.rank} is sent what it does not want"
+    for tensor, wants in wanted.items():
+        _check_tensor(tensor, wants, arriving.get(tensor, []), echoes, part.rank)
+
+
+def _check_tensor(
+    tensor: str,
+    wants: Sequence[ParamLayout],
+    arriving: Sequence[Box],
+    echoes: Mapping[tuple[str, str], Sequence[Box]],
+    rank: int,
+) -> None:
+    cells = Cells([*_boxes(wants), *arriving])
+    counted, wanted = cells.count(arriving), cells.count(_boxes(wants)) > 0
+    assert (counted == wanted).all(), f"reshard: an element of {tensor} does not arrive once at rank {rank}"
+    # An element lands in the first want that holds it; later wants of it must be filled by echoes, once each.
+    for param in {one.param for one in wants}:
+        slots = [one.param_box(one.box) for one in wants if one.param == param]
+        filled = [
+            one.param_box(box)
+            for one in wants
+            if one.param == param
+            for box in arriving
+            if _first_holder(wants, box) is one
+        ]
+        filled += echoes.get((tensor, param), [])
+        inside = Cells([*slots, *filled])
+        exactly = inside.count(slots)
+        assert exactly.max() <= 1, f"reshard: two blocks of {tensor} share a place in {param} on rank {rank}"
+        assert (inside.count(filled) == exactly).all(), f"reshard: {param} on rank {rank} is not filled once"
+
+
+def _first_holder(wants: Sequence[ParamLayout], box: Box) -> ParamLayout:
+    return next(one for one in wants if one.box.contains(box))
+
+
+def _boxes(held: Iterable[ParamLayout]) -> list[Box]:
+    return [one.box for one in held]

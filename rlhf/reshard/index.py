@@ -1,0 +1,52 @@
+"""Holdings of a layout turned round: for each logical tensor, which ranks hold which box of it."""
+
+from collections.abc import Mapping
+
+from rlhf.reshard.layout import Box, ModelLayout, ParamLayout
+
+
+class HolderIndex:
+    """Boxes of each tensor with the ranks that hold them.
+
+    Ranks whose `holdings` are one and the same tuple are indexed once; the cost is the number of distinct holdings
+    plus one call of `layout.holdings` a rank.
+    """
+
+    def __init__(self, layout: ModelLayout) -> None:
+        self.layout = layout
+        alike: dict[int, tuple[tuple[ParamLayout, ...], list[int]]] = {}
+        self._alike_as: dict[int, int] = {}
+        for rank in layout.ranks:
+            held = layout.holdings(rank)
+            alike.setdefault(id(held), (held, []))[1].append(rank)
+            self._alike_as[rank] = id(held)
+        self._ranks: dict[str, dict[Box, list[list[int]]]] = {name: {} for name in layout.tensors}
+        for held, ranks in alike.values():
+            for tensor, box in {(one.tensor, one.box): None for one in held}:
+                self._ranks[tensor].setdefault(box, []).append(ranks)
+        self._alike = alike
+        self._by_tensor: dict[int, Mapping[str, tuple[ParamLayout, ...]]] = {}
+
+    def boxes(self, tensor: str) -> tuple[Box, ...]:
+        """Distinct boxes of a tensor that any rank holds, in order of first rank."""
+        return tuple(self._ranks[tensor])
+
+    def ranks(self, tensor: str, box: Box) -> tuple[int, ...]:
+        """Ranks that hold exactly this box of a tensor, ascending."""
+        return tuple(sorted({rank for ranks in self._ranks[tensor][box] for rank in ranks}))
+
+    def of_rank(self, rank: int) -> Mapping[str, tuple[ParamLayout, ...]]:
+        """What one rank holds, by tensor; empty for a rank outside the layout's pool."""
+        key = self._alike_as.get(rank)
+        if key is None:
+            return {}
+        if key not in self._by_tensor:
+            self._by_tensor[key] = _by_tensor(self._alike[key][0])
+        return self._by_tensor[key]
+
+
+def _by_tensor(held: tuple[ParamLayout, ...]) -> Mapping[str, tuple[ParamLayout, ...]]:
+    found: dict[str, list[ParamLayout]] = {}
+    for one in held:
+        found.setdefault(one.tensor, []).append(one)
+    return {tensor: tuple(ones) for tensor, ones in found.items()}
