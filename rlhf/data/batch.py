@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf.data.ragged import Ragged
+from rlhf.data.record import PromptRecord, RewardResult
 from rlhf.data.table import Table, column
 
 
@@ -28,18 +29,6 @@ class Provenance(IntEnum):
     SAMPLED = 0
     TOOL = 1
     TEMPLATE = 2
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRecord:
-    """What a reward function may want to know of a prompt, beside its tokens."""
-
-    text: str
-    """The prompt as the model sees it, template included."""
-    answer: str
-    """Reference answer, or empty."""
-    entry: dict[str, object]
-    """The data row the prompt came from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +59,6 @@ class Rollout(Table):
     """uint8 [sum T], Provenance."""
     policy_versions: Ragged = column(torch.int32)
     """int32 [sum T], version of the weights that sampled each token."""
-
-
-@dataclass(frozen=True, slots=True)
-class RewardResult:
-    """Outcome of one reward call."""
-
-    score: float
-    parts: tuple[tuple[str, float], ...] = ()
-    """Named components, for logs."""
-    error: str = ""
-    """What went wrong; empty when nothing did. A failed row has score 0."""
 
 
 @dataclass(frozen=True, slots=True)

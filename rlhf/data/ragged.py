@@ -29,6 +29,8 @@ class Ragged:
             raise ShapeError(
                 f"Ragged: lengths sum to {int(self.lengths.sum())}, but there are {self.values.numel()} values"
             )
+        if self.lengths.numel() and int(self.lengths.min()) < 0:
+            raise ShapeError(f"Ragged: a negative length, {int(self.lengths.min())}; needs 0 or more")
 
     @staticmethod
     def of(rows: Sequence[Tensor], *, dtype: torch.dtype) -> "Ragged":
@@ -54,9 +56,16 @@ class Ragged:
         return Ragged(values, self.lengths)
 
     def select(self, index: Tensor) -> "Ragged":
-        """Rows in the order of index (int64)."""
-        rows = self.rows()
-        return Ragged.of([rows[i] for i in index.tolist()], dtype=self.values.dtype)
+        """Rows in the order of index (int64 [any] on the CPU; a row may come again)."""
+        if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(self):
+            raise ShapeError(
+                f"select: rows {int(index.min())} to {int(index.max())} asked for; there are {len(self)} rows"
+            )
+        lengths, ends = self.lengths[index], self.lengths.cumsum(0)[index]
+        # A value of output row r stays at a fixed distance from its place in the input: row end minus row end.
+        shift = (ends - lengths.cumsum(0)).repeat_interleave(lengths)
+        source = shift + torch.arange(shift.numel())
+        return Ragged(self.values[source.to(self.values.device)], lengths)
 
     def to(self, device: torch.device) -> "Ragged":
         """Values on a device; lengths stay on the CPU."""
@@ -64,7 +73,7 @@ class Ragged:
 
     @staticmethod
     def concat(parts: Sequence["Ragged"]) -> "Ragged":
-        """Rows of all parts, in order."""
+        """Rows of all parts (at least one), in order."""
         return Ragged(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
 
     def row_ids(self) -> Tensor:

@@ -21,6 +21,13 @@ class Table:
 
     __slots__ = ()
 
+    def __post_init__(self) -> None:
+        rows = {f.name: len(column) for f, column in zip(fields(self), self._columns(), strict=True)}  # type: ignore[arg-type]
+        if len(set(rows.values())) > 1:
+            (first, count), *others = rows.items()
+            odd = next((name, n) for name, n in others if n != count)
+            raise ShapeError(f"{type(self).__name__}: {first} has {count} rows, {odd[0]} has {odd[1]}; needs as many")
+
     def __len__(self) -> int:
         return len(self._columns()[0])
 
@@ -63,8 +70,7 @@ class Table:
         """Consecutive parts of so many rows each; the sizes must add up to the rows."""
         if sum(sizes) != len(self):
             raise ShapeError(f"split: sizes {list(sizes)} do not add up to {len(self)} rows")
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        return [self.select(torch.arange(at, at + n)) for at, n in zip(starts, sizes, strict=True)]
+        return [self.select(rows) for rows in torch.arange(len(self)).split(list(sizes))]
 
     def to(self, device: torch.device) -> Self:
         """Tensors on a device; lengths and tuples stay on the host."""
@@ -73,6 +79,8 @@ class Table:
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
         """Rows of all parts (at least one), in order."""
+        if not parts:
+            raise ShapeError(f"{cls.__name__}.concat: no parts; needs at least one, if only with no rows")
 
         def join(columns: tuple[Any, ...]) -> Any:
             first = columns[0]

@@ -1,0 +1,84 @@
+"""The tokenizer of a model folder, read offline, and a tiny one made on the spot.
+
+The vocabulary of the model may be larger than the tokenizer's; nothing here knows the model.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from rlhf.data.ragged import Ragged
+from rlhf.errors import CheckpointError
+
+EOS, PAD = "<|end|>", "<|pad|>"
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Tokenizer of a Hugging Face model folder; never the network, never code from the folder.
+
+    Raises:
+        CheckpointError: The folder holds none that transformers can read.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise CheckpointError(
+            f"{folder}: no tokenizer could be read ({type(error).__name__}: {str(error).splitlines()[0]}); needs "
+            "tokenizer.json and tokenizer_config.json; copy them from the model the checkpoint came from"
+        ) from error
+
+
+def eos_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[int, ...]:
+    """Token ids that end a response: the tokenizer's own first, then those of generation_config.json and config.json.
+
+    Raises:
+        CheckpointError: None of the three names one.
+    """
+    found = [tokenizer.eos_token_id]
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if path.exists():
+            stated = json.loads(path.read_text()).get("eos_token_id")
+            found += stated if isinstance(stated, list) else [stated]
+    ids = tuple(dict.fromkeys(token for token in found if token is not None))
+    if not ids:
+        raise CheckpointError(
+            f"{folder}: no end-of-sequence token in tokenizer, generation_config.json or config.json; a response could "
+            "never end; add eos_token_id to generation_config.json"
+        )
+    return ids
+
+
+def decode_responses(tokenizer: PreTrainedTokenizerBase, responses: Ragged) -> list[str]:
+    """Text of each row of token ids, special tokens left out."""
+    rows = [row.tolist() for row in responses.rows()]
+    return tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def tiny_tokenizer(folder: Path, corpus: Iterable[str] = (), *, vocab_size: int = 0) -> PreTrainedTokenizerFast:
+    """Byte-level tokenizer, saved in folder so that `load_tokenizer` reads it: 256 bytes, an end token, a pad token.
+
+    Any text survives encode and decode. Each digit is a token of its own, whatever is learned. With a corpus, merges
+    are learned from it until there are vocab_size tokens (or nothing is left to merge), so that the fixed words of a
+    task cost few tokens.
+    """
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=max(vocab_size, 258),
+        special_tokens=[PAD, EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    made.train_from_iterator(corpus, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
+    )
+    tokenizer.save_pretrained(str(folder))
+    return tokenizer

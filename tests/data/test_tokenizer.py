@@ -1,0 +1,68 @@
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf.data.ragged import Ragged
+from rlhf.data.tokenizer import EOS, decode_responses, eos_token_ids, load_tokenizer, tiny_tokenizer
+from rlhf.errors import CheckpointError
+
+CORPUS = [f"What is {i} plus {3 * i}?" for i in range(200)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tiny_tokenizer(folder, CORPUS, vocab_size=290)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return load_tokenizer(folder)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=40))
+def test_any_text_survives_encode_and_decode(tokenizer, text):
+    assert tokenizer.decode(tokenizer(text).input_ids, clean_up_tokenization_spaces=False) == text
+
+
+def test_bytes_alone_cost_one_token_each(tmp_path):
+    plain = tiny_tokenizer(tmp_path)
+    assert len(plain) == 258
+    assert len(plain("What is 27?").input_ids) == 11
+
+
+def test_a_corpus_shortens_words_but_never_joins_digits(tokenizer):
+    pieces = [tokenizer.decode([token]) for token in tokenizer("What is 190 plus 57?").input_ids]
+    assert pieces == ["What", " is", " ", "1", "9", "0", " plus", " ", "5", "7", "?"]
+    assert len(tokenizer) <= 290
+
+
+def test_decode_leaves_out_the_end_token(tokenizer):
+    rows = [[*tokenizer("12 é").input_ids, tokenizer.eos_token_id], [], [tokenizer.eos_token_id]]
+    responses = Ragged.of([torch.tensor(row, dtype=torch.int64) for row in rows], dtype=torch.int64)
+    assert decode_responses(tokenizer, responses) == ["12 é", "", ""]
+    assert tokenizer.eos_token == EOS
+
+
+def test_end_tokens_come_from_all_three_places_once(folder, tokenizer, tmp_path):
+    assert eos_token_ids(tokenizer, folder) == (tokenizer.eos_token_id,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, tokenizer.eos_token_id]}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 9}))
+    assert eos_token_ids(tokenizer, tmp_path) == (tokenizer.eos_token_id, 7, 9)
+
+
+def test_a_model_without_an_end_token_is_refused(tmp_path):
+    tokenizer = tiny_tokenizer(tmp_path)
+    tokenizer.eos_token = None
+    with pytest.raises(CheckpointError, match="could never end"):
+        eos_token_ids(tokenizer, tmp_path)
+
+
+def test_a_folder_without_tokenizer_is_refused_without_asking_the_network(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no tokenizer could be read .* needs tokenizer\.json"):
+        load_tokenizer(tmp_path)
