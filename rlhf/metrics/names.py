@@ -1,0 +1,221 @@
+"""What a step reports: typed groups of numbers, and the flat names they get (`group/field`).
+
+The dataclasses are the list of names: `metric_docs` and README.md are made from them. Knows no trainer and no sink.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import get_args
+
+from rlhf.config.schema import field_docs, field_types
+from rlhf.metrics.spread import MinMeanMax
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardMetrics:
+    """Scores of the step's responses."""
+
+    mean: float
+    """Mean reward."""
+    std: float
+    """Standard deviation of the reward."""
+    min: float
+    """Least reward."""
+    max: float
+    """Greatest reward."""
+    solved: float
+    """Share of responses with a reward of at least eval.solved_at."""
+    failed: float
+    """Responses whose reward function raised, hung or gave no finite number."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LengthMetrics:
+    """Tokens of prompts and responses."""
+
+    prompt_mean: float
+    """Mean prompt length, in tokens."""
+    response_mean: float
+    """Mean response length, in tokens."""
+    response_max: float
+    """Longest response, in tokens."""
+    truncated: float
+    """Share of responses that ended because max_new_tokens was reached."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KLMetrics:
+    """Distances between policies, per response token."""
+
+    ref: float
+    """KL penalty estimate of the sampling policy against the reference, before weighting by ppo.kl_coef."""
+    penalty: float
+    """Mean of the penalty taken off the reward of a response: ppo.kl_coef times the sum over its tokens."""
+    update: float
+    """k3 estimate of how far the step's updates moved the policy from the one that sampled."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueMetrics:
+    """The critic before the step's updates."""
+
+    mean: float
+    """Mean value over response tokens."""
+    returns_mean: float
+    """Mean GAE target over response tokens."""
+    explained_variance: float
+    """1 - var(returns - values) / var(returns): 1 is a perfect critic, 0 no better than a constant."""
+    advantages_std: float
+    """Standard deviation of the advantages before whitening."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActorMetrics:
+    """The step's actor updates, mean over optimizer steps unless said."""
+
+    loss: float
+    """Clipped policy loss with the entropy bonus."""
+    entropy: float
+    """Entropy of the policy per response token, in nats."""
+    clip_fraction: float
+    """Share of response tokens whose probability ratio was outside the clip range."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    clip_factor: float
+    """What gradients were multiplied with by clipping; 1 is no clipping."""
+    lr: float
+    """Learning rate of the last optimizer step."""
+    skipped_steps: float
+    """Optimizer steps left out because the gradient was not finite."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticMetrics:
+    """The step's critic updates, mean over optimizer steps unless said."""
+
+    loss: float
+    """Clipped value loss."""
+    clip_fraction: float
+    """Share of response tokens whose value loss was clipped."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    clip_factor: float
+    """What gradients were multiplied with by clipping; 1 is no clipping."""
+    lr: float
+    """Learning rate of the last optimizer step."""
+    skipped_steps: float
+    """Optimizer steps left out because the gradient was not finite."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SFTMetrics:
+    """One optimizer step of fine-tuning."""
+
+    loss: float
+    """Cross entropy per answer token, in nats."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    clip_factor: float
+    """What gradients were multiplied with by clipping; 1 is no clipping."""
+    lr: float
+    """Learning rate."""
+    skipped_steps: float
+    """1 when the step was left out because the gradient was not finite."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MismatchMetrics:
+    """Log-probs of the sampled tokens: rollout engine against trainer, same weights."""
+
+    mean: float
+    """Mean absolute difference over response tokens, in nats."""
+    max: float
+    """Largest absolute difference, in nats."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncMetrics:
+    """The step's move of weights from actor to engines."""
+
+    bytes: float
+    """Bytes received over all ranks."""
+    bytes_over_bound: float
+    """Bytes moved by the lower bound; 1 is optimal, and so is nothing to move."""
+    policy_version: float
+    """Version of the weights that the engines then held."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RateMetrics:
+    """Speed over the whole job."""
+
+    tokens_per_s: float
+    """Prompt and response tokens of the step by its seconds."""
+    rollout_tokens_per_s: float
+    """Response tokens by the seconds of the rollout phase; 0 where nothing was sampled."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldOutMetrics:
+    """Evaluation on held-out problems; only in steps that evaluate."""
+
+    solved: float
+    """Share of held-out problems solved."""
+    reward: float
+    """Mean reward on held-out problems."""
+    problems: float
+    """Problems evaluated."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMetrics:
+    """All numbers of one step; a group that does not apply to it is None."""
+
+    reward: RewardMetrics | None = None
+    """Scores of the step's responses."""
+    length: LengthMetrics | None = None
+    """Tokens of prompts and responses."""
+    kl: KLMetrics | None = None
+    """Distances between policies."""
+    value: ValueMetrics | None = None
+    """The critic before the updates."""
+    actor: ActorMetrics | None = None
+    """Actor updates."""
+    critic: CriticMetrics | None = None
+    """Critic updates."""
+    sft: SFTMetrics | None = None
+    """Fine-tuning."""
+    mismatch: MismatchMetrics | None = None
+    """Rollout engine against trainer."""
+    sync: SyncMetrics | None = None
+    """Weights to the engines."""
+    rate: RateMetrics | None = None
+    """Speed."""
+    held_out: HeldOutMetrics | None = None
+    """Evaluation."""
+    time: Mapping[str, MinMeanMax] = field(default_factory=dict)
+    """Seconds of each phase over the ranks; phase `step` is the whole step."""
+
+    def flatten(self) -> dict[str, float]:
+        """The numbers by their flat names: `reward/mean`, `time/rollout_s/max`."""
+        flat: dict[str, float] = {}
+        for name in GROUPS:
+            group = getattr(self, name)
+            if group is not None:
+                flat |= {f"{name}/{f.name}": float(getattr(group, f.name)) for f in fields(group)}
+        for phase, spread in self.time.items():
+            flat |= {time_name(phase, part): getattr(spread, part) for part in ("min", "mean", "max")}
+        return flat
+
+
+GROUPS: dict[str, type] = {name: get_args(kind)[0] for name, kind in field_types(StepMetrics).items() if name != "time"}
+
+
+def time_name(phase: str, part: str = "mean") -> str:
+    """Flat name of a phase's seconds; part is min, mean or max over the ranks."""
+    return f"time/{phase}_s/{part}"
+
+
+def metric_docs() -> dict[str, str]:
+    """Meaning of every flat name, those of phases aside."""
+    return {f"{group}/{name}": doc for group, cls in GROUPS.items() for name, doc in field_docs(cls).items()}

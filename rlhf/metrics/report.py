@@ -1,0 +1,89 @@
+"""The plain text that ends a run: what it has learnt, and where everything is. Knows no console."""
+
+import math
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf.metrics.sparkline import sparkline
+from rlhf.metrics.status import duration
+
+WIDTH = 100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BeforeAfter:
+    """One held-out problem, answered by the first and the last policy."""
+
+    prompt: str
+    before: str
+    before_reward: float
+    after: str
+    after_reward: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinalReport:
+    """What the report says; a part that does not apply is empty."""
+
+    run_folder: Path
+    """Folder of the run."""
+    steps: int
+    """Steps done."""
+    seconds: float
+    """Wall-clock seconds of the whole run."""
+    solved_before: float = math.nan
+    """Share of held-out problems solved before the first step; NaN when not evaluated."""
+    solved_after: float = math.nan
+    """Share of held-out problems solved after the last step; NaN when not evaluated."""
+    problems: int = 0
+    """Held-out problems evaluated."""
+    rewards: Sequence[float] = ()
+    """Mean reward of each step."""
+    samples: Sequence[BeforeAfter] = ()
+    """Problems to show; the first three are."""
+    next_command: str = ""
+    """What to try next."""
+
+    def text(self) -> str:
+        """The report, several lines."""
+        parts = [f"{self.steps} steps in {duration(self.seconds)}"]
+        if not math.isnan(self.solved_after):
+            parts.append(self._solved())
+        if self.rewards:
+            parts.append(
+                f"reward by step  {self.rewards[0]:.3f} {sparkline(self.rewards)} {self.rewards[-1]:.3f}  (first, last)"
+            )
+        parts += [_sample(i, sample) for i, sample in enumerate(self.samples[:3], 1)]
+        parts.append(f"run folder  {self.run_folder}")
+        if self.next_command:
+            parts.append(f"try next    {self.next_command}")
+        return "\n".join(parts)
+
+    def _solved(self) -> str:
+        of = f" of {self.problems} held-out problems" if self.problems else " of the held-out problems"
+        if math.isnan(self.solved_before):
+            return f"solved{of}  {self.solved_after:.1%}"
+        change = 100 * (self.solved_after - self.solved_before)
+        line = f"solved{of}  {self.solved_before:.1%} before, {self.solved_after:.1%} after ({change:+.1f} points"
+        if not self.problems:
+            return line + ")"
+        variance = sum(p * (1 - p) for p in (self.solved_before, self.solved_after)) / self.problems
+        return line + f", standard error {100 * math.sqrt(variance):.1f})"
+
+
+def _sample(number: int, sample: BeforeAfter) -> str:
+    return "\n".join(
+        [
+            f"sample {number}   {_one_line(sample.prompt)}",
+            f"  before   {_one_line(sample.before)}   reward {sample.before_reward:g}",
+            f"  after    {_one_line(sample.after)}   reward {sample.after_reward:g}",
+        ]
+    )
+
+
+def _one_line(text: str) -> str:
+    """Text on one line, control characters escaped, cut to WIDTH."""
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text.strip())
+    return textwrap.shorten(shown, WIDTH, placeholder=" ...") if " " in shown else shown[:WIDTH]

@@ -1,0 +1,222 @@
+"""The folder of one run: what lies where in it, and writing it so that every file is whole or absent.
+
+Rank 0 creates and writes it; the other ranks only write their own log. Other tools rely on the names here.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rlhf.errors import ConfigError
+from rlhf.metrics.jsontext import strict_json
+
+USED = ("config.yaml", "metrics.jsonl", "summary.json", "samples.jsonl", "exit.json")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """What a run came to. NaN stands for what was not measured (null in the file)."""
+
+    steps: int
+    """Steps done."""
+    seconds: float
+    """Wall-clock seconds."""
+    held_out_before: float
+    """Share of held-out problems solved before the first step."""
+    held_out_after: float
+    """Share of held-out problems solved after the last step."""
+    reward_first: float
+    """Mean reward of the first step."""
+    reward_last: float
+    """Mean reward of the last step."""
+    more: Mapping[str, float | int | str] = field(default_factory=dict)
+    """Further figures, written beside the others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleRecord:
+    """One response, for people to read."""
+
+    step: int
+    """Step that sampled it; 0 is before the first."""
+    split: str
+    """train or held_out."""
+    sample_id: int
+    """Id of the sample in the run."""
+    prompt: str
+    """Prompt as the model saw it."""
+    response: str
+    """Response without special tokens."""
+    answer: str
+    """Reference answer; empty where there is none."""
+    reward: float
+    """Total reward; NaN (null in the file) where scoring failed."""
+    reward_parts: Mapping[str, float]
+    """What the reward is made of."""
+    prompt_tokens: int
+    """Length of the prompt."""
+    response_tokens: int
+    """Length of the response."""
+    finish_reason: str
+    """Why it ended: stop, length, ..."""
+    policy_version: int
+    """Version of the weights that sampled it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths and records of one run."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path, config_yaml: str) -> "RunFolder":
+        """A fresh folder holding `config.yaml`. Rank 0 calls it, before any other file is put there.
+
+        An earlier run's folder of the same name is moved aside to NAME.1, NAME.2, ..., with all that is in it.
+
+        Raises:
+            ConfigError: A run in that folder is still going on (this machine), or cannot be known to have ended
+                (another machine, no exit.json); or the folder cannot be made.
+        """
+        folder = cls(path)
+        try:
+            if any((path / name).exists() for name in USED):
+                folder._check_ended()
+                path.rename(_free_name(path))
+            for below in (path, folder.logs, folder.checkpoints):
+                below.mkdir(parents=True, exist_ok=True)
+            folder._write("started.json", json.dumps(_this_process()) + "\n")
+            folder._write("config.yaml", config_yaml)
+        except OSError as error:
+            raise ConfigError(
+                f"log.folder: {path} cannot be used ({error}); needs a place to write; set log.folder=FOLDER"
+            ) from error
+        return folder
+
+    @property
+    def config(self) -> Path:
+        """Resolved settings."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One line a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """One line a sample."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """What the run came to."""
+        return self.path / "summary.json"
+
+    @property
+    def curves(self) -> Path:
+        """Curves as a picture."""
+        return self.path / "curves.png"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard events."""
+        return self.path / "tensorboard"
+
+    @property
+    def exit(self) -> Path:
+        """Exit code and its reason; the job writes it last."""
+        return self.path / "exit.json"
+
+    @property
+    def stop(self) -> Path:
+        """Request to stop: the run saves and ends when this file appears."""
+        return self.path / "stop"
+
+    @property
+    def logs(self) -> Path:
+        """Logs of the ranks."""
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Checkpoints."""
+        return self.path / "checkpoints"
+
+    def rank_log(self, rank: int) -> Path:
+        """Log of one rank."""
+        return self.logs / f"rank_{rank}.log"
+
+    def add_samples(self, records: list[SampleRecord]) -> None:
+        """Append samples, one line each."""
+        with self.samples.open("a", encoding="utf-8") as file:
+            file.writelines(strict_json(asdict(record)) + "\n" for record in records)
+
+    def write_summary(self, summary: Summary) -> None:
+        """Write `summary.json`, whole or not at all."""
+        flat = asdict(summary)
+        self._write("summary.json", strict_json({**flat.pop("more"), **flat}, indent=2) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        write_whole(self.path / name, text)
+
+    def _check_ended(self) -> None:
+        started = self.path / "started.json"
+        if self.exit.exists() or not started.exists():
+            return
+        mark, here = json.loads(started.read_text(encoding="utf-8")), _this_process()
+        if mark["host"] != here["host"]:
+            raise ConfigError(
+                f"name: {self.path} belongs to a run started on {mark['host']} (process {mark['pid']}) that left no "
+                f"exit.json; needs another name, or, if it has ended, rm {started}"
+            )
+        if _alive(mark):
+            raise ConfigError(
+                f"name: a run is going on in {self.path} (process {mark['pid']}); needs another name; set name=NAME, "
+                f"or stop that run with: touch {self.stop}"
+            )
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader, or a crash, finds the old one or the new one, never a part."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    return aside
+
+
+def _this_process() -> dict[str, str | int]:
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "pid_started": _started(os.getpid()),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _started(pid: int) -> str:
+    """When a process of this machine was started, in clock ticks, so that a number used again is told apart."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _alive(mark: Mapping[str, str | int]) -> bool:
+    """Whether another process of this machine, the one of the mark, is still there."""
+    started = _started(int(mark["pid"]))
+    return mark["pid"] != os.getpid() and started != "" and started == mark["pid_started"]
