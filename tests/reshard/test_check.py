@@ -1,0 +1,85 @@
+"""The proof must find what is wrong with a plan, and the bound must be the true one."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from rlhf.reshard.cells import Cells
+from rlhf.reshard.check import check_arrivals, lower_bound
+from rlhf.reshard.layout import Box
+from rlhf.reshard.plan import RankPlan, make_plan
+from rlhf.reshard.topology import Topology
+from tests.reshard.toy import Toy, brute_force_bound, engine, source
+
+TOY = Toy(vocab=23, hidden=6, heads=8, kv_heads=4, head_dim=2, ffn=20, layers=2)
+PLAN = make_plan(
+    source(TOY, tp=2, stages=(2,), dp=1), engine(TOY, tp=1, dp=2, twice=True), Topology.blocks(2, ranks_per_node=2)
+)
+
+
+def broken(**lists) -> RankPlan:
+    return dataclasses.replace(PLAN.of(1), **lists)
+
+
+def test_sound_plan_passes():
+    check_arrivals(PLAN, PLAN.of(0))
+    check_arrivals(PLAN, PLAN.of(1))
+
+
+@pytest.mark.parametrize("kind", ["copies", "receives", "echoes"])
+def test_each_move_left_out_or_doubled_is_found(kind):
+    moves = getattr(PLAN.of(1), kind)
+    assert moves
+    for at in range(len(moves)):
+        with pytest.raises(AssertionError, match="once"):
+            check_arrivals(PLAN, broken(**{kind: moves[:at] + moves[at + 1 :]}))
+        with pytest.raises(AssertionError, match="once"):
+            check_arrivals(PLAN, broken(**{kind: (*moves, moves[at])}))
+
+
+def test_move_from_a_rank_that_does_not_hold_the_block_is_found():
+    moves = PLAN.of(1).receives
+    with pytest.raises(AssertionError, match="does not hold"):
+        check_arrivals(PLAN, broken(receives=(dataclasses.replace(moves[0], src_rank=1), *moves[1:])))
+
+
+def test_bound_equals_brute_force():
+    brute = brute_force_bound(PLAN.src, PLAN.dst)
+    assert {rank: lower_bound(PLAN, rank) for rank in (0, 1)} == brute
+
+
+def test_cells_count_elements_exactly():
+    rng = np.random.default_rng(5)
+    for _ in range(50):
+        starts = rng.integers(0, 9, size=(6, 2))
+        boxes = [
+            Box(tuple((int(a), int(a + n)) for a, n in zip(at, rng.integers(1, 7, 2), strict=True))) for at in starts
+        ]
+        dense = np.zeros((16, 16), dtype=int)
+        for box in boxes:
+            dense[box.slices] += 1
+        cells = Cells(boxes)
+        counted = cells.count(boxes)
+        for times in range(1, 4):
+            assert cells.elements(counted == times) == (dense == times).sum()
+
+
+def test_what_is_left_of_a_box_is_disjoint_and_complete():
+    rng = np.random.default_rng(7)
+    for _ in range(200):
+        a, b = (
+            Box(
+                tuple(
+                    (int(at), int(at + n)) for at, n in zip(rng.integers(0, 6, 3), rng.integers(1, 5, 3), strict=True)
+                )
+            )
+            for _ in range(2)
+        )
+        dense = np.zeros((12, 12, 12), dtype=int)
+        for part in a.minus(b):
+            dense[part.slices] += 1
+        expected = np.zeros_like(dense)
+        expected[a.slices] = 1
+        expected[b.slices] = 0
+        assert (dense == expected).all()
