@@ -35,3 +35,7 @@ class EngineError(RlhfError):
 
 class WeightSyncError(RlhfError):
     """After a weight sync the engine does not hold the trainer's weights."""
+
+
+class AgreementError(RlhfError):
+    """Ranks of a group hold different values where all must hold the same."""

@@ -16,6 +16,8 @@ class JobConfig:
 
     device: str = "auto"
     """auto (CUDA where there is one, else CPU), cpu or cuda."""
+    alive_limit_s: float = 60.0
+    """A rank whose heartbeat stands still for this long (stopped, or its machine gone) ends the job, in seconds."""
     progress_limit_s: float = 600.0
     """A rank that makes no progress for this long ends the job as hung, in seconds."""
     collective_timeout_s: float = 1200.0
@@ -25,6 +27,7 @@ class JobConfig:
 
     def __post_init__(self) -> None:
         one_of("job.device", self.device, ("auto", "cpu", "cuda"))
+        more_than("job.alive_limit_s", self.alive_limit_s, 0.0)
         more_than("job.progress_limit_s", self.progress_limit_s, 0.0)
         more_than("job.collective_timeout_s", self.collective_timeout_s, 0.0)
         at_least("job.torch_threads", self.torch_threads, 0)

@@ -74,11 +74,6 @@ class Grid:
         outer = [a for a in self.axes if a not in axes]
 
         def points(names: list[str]) -> list[dict[str, int]]:
-            return [
-                dict(zip(names, at, strict=True))
-                for at in product(*(range(self.size(n)) for n in names))
-            ]
+            return [dict(zip(names, at, strict=True)) for at in product(*(range(self.size(n)) for n in names))]
 
-        return sorted(
-            tuple(sorted(self.rank(**base, **at) for at in points(inner))) for base in points(outer)
-        )
+        return sorted(tuple(sorted(self.rank(**base, **at) for at in points(inner))) for base in points(outer))

@@ -1,0 +1,120 @@
+"""How a rank that fails leaves: its words into its log, a record, its children ended, os._exit. No collective."""
+
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+
+from rlhf.dist.exit_record import ExitCode, ExitRecord, claim, exit_path, failure_path, read_record, write_over
+from rlhf.dist.heartbeat import FAILED, TERMINATED, Beat, Heart
+from rlhf.dist.rank_logs import RankLogs
+from rlhf.dist.watchdog import Blame, PeerView, dead_peer
+from rlhf.errors import CheckpointError, ConfigError, DataError, LayoutError
+
+_CONSEQUENCE = re.compile(r"gloo|nccl|connection|socket|timed out|peer|rendezvous|store", re.IGNORECASE)
+_KEEPERS = ("multiprocessing.resource_tracker", "torch_shm_manager")  # free shared memory once their users are gone
+
+
+def end_children(*, but: Collection[int] = ()) -> None:
+    """Kill the descendants of this process, but for those that free shared memory and then leave by themselves."""
+    for child in psutil.Process().children(recursive=True):
+        if child.pid in but:
+            continue
+        try:
+            if not any(keeper in part for part in child.cmdline() for keeper in _KEEPERS):
+                child.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+class Ending:
+    """The ways out of a job for one rank, other than its good end. The first one taken is the only one."""
+
+    def __init__(
+        self, run_folder: Path, *, heart: Heart, logs: RankLogs, peers: Callable[[], list[PeerView]], launched: bool
+    ) -> None:
+        self._run_folder, self._heart, self._logs, self._peers = run_folder, heart, logs, peers
+        self._launched = launched
+        self._leaving = threading.Lock()
+
+    def raised(self, error: BaseException) -> NoReturn:
+        """The rank's own code raised; or it raised because another rank is gone, which is then named."""
+        text = "".join(traceback.format_exception(error))
+        blame = self._cause() if self._may_be_consequence(error) else None
+        if blame is not None:
+            self._fail(self._blaming(blame), text)
+        bad_input = isinstance(error, ConfigError | LayoutError | DataError | CheckpointError)
+        own = self._heart.beat()
+        reason = f"{type(error).__name__}: {error}"
+        code = ExitCode.BAD_INPUT if bad_input else ExitCode.RANK_FAILED
+        record = ExitRecord(code=code, reason=reason, rank=own.rank, reporter=own.rank, phase=own.phase)
+        self._fail(record, text)
+
+    def blamed(self, blame: Blame) -> NoReturn:
+        """The watchdog found a rank that is lost or hangs; called on its thread."""
+        self._logs.write("---- every thread of this rank ----")
+        self._logs.dump_stacks()
+        stacks = _main_stack() if blame.beat.rank == self._heart.last.rank else ""
+        self._fail(self._blaming(blame), f"{stacks}{blame.reason}\n")
+
+    def terminated(self) -> NoReturn:
+        """SIGTERM came: from the launcher because another rank failed, or because somebody ends the job."""
+        self._leaving.acquire()
+        blame = dead_peer(self._peers())
+        if blame is not None:
+            self._announce(self._blaming(blame), f"{blame.reason}\n")
+        elif not self._launched:
+            claim(self._run_folder, ExitRecord(code=ExitCode.RANK_FAILED, reason="ended by SIGTERM"))
+        self._logs.write("ended by SIGTERM")
+        self._heart.beat(TERMINATED)
+        end_children()
+        os._exit(143)
+
+    def _may_be_consequence(self, error: BaseException) -> bool:
+        return isinstance(error, RuntimeError) and _CONSEQUENCE.search(str(error)) is not None
+
+    def _cause(self, patience_s: float = 1.5) -> Blame | None:
+        """A rank that died without a word, seen within a moment; None when another rank has told why already."""
+        until = time.monotonic() + patience_s  # a killed process closes its connections before it counts as dead
+        while time.monotonic() < until and read_record(exit_path(self._run_folder)) is None:
+            blame = dead_peer(self._peers())
+            if blame is not None:
+                return blame
+            time.sleep(0.05)
+        return None
+
+    def _blaming(self, blame: Blame) -> ExitRecord:
+        beat: Beat = blame.beat
+        return ExitRecord(
+            code=ExitCode.RANK_FAILED,
+            reason=blame.reason,
+            rank=beat.rank,
+            reporter=self._heart.last.rank,
+            phase=beat.phase,
+        )
+
+    def _fail(self, record: ExitRecord, text: str) -> NoReturn:
+        self._leaving.acquire()
+        self._announce(record, text)
+        self._heart.beat(FAILED)
+        end_children()
+        os._exit(record.code)
+
+    def _announce(self, record: ExitRecord, text: str) -> None:
+        """Write the log and the records; the first rank of the job to get here shows the text on the console."""
+        self._logs.write(text)
+        write_over(failure_path(self._run_folder, self._heart.last.rank), record)
+        if claim(self._run_folder, record):
+            self._logs.alarm(text)
+
+
+def _main_stack() -> str:
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return "Main thread (most recent call last):\n" + "".join(traceback.format_stack(frame))

@@ -1,0 +1,223 @@
+"""Life of the job's processes, from the first line of a rank to its last. The one file that reads the environment."""
+
+import logging
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from rlhf.config.run import JobConfig
+from rlhf.dist.ending import Ending, end_children
+from rlhf.dist.exit_record import ExitCode, ExitRecord, clear_marks, exit_path, write_over
+from rlhf.dist.groups import GroupFactory
+from rlhf.dist.heartbeat import FINISHED, Heart
+from rlhf.dist.progress_clock import ProgressClock
+from rlhf.dist.rank_logs import RankLogs
+from rlhf.dist.signals import SignalThread
+from rlhf.dist.stop_request import StopRequest
+from rlhf.dist.watchdog import Limits, Watchdog
+from rlhf.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """This rank's place in the job, and what it needs to live there."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host: str
+    device: torch.device
+    """Where models live: this rank's GPU, or the CPU."""
+    groups: GroupFactory
+    run_folder: Path
+    progress: ProgressClock
+    """Every long loop calls `progress.tick(phase)`."""
+    stop: StopRequest
+    """The loop asks `stop.agreed(group)` at step boundaries."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """What the launcher says."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    torchrun: bool
+    """Started by torchrun; else alone, as under a debugger."""
+    launched: bool
+    """torchrun was started by scripts/launch.sh, which clears old marks and completes the exit record."""
+
+    @property
+    def one_host(self) -> bool:
+        return self.local_world_size == self.world_size
+
+    @property
+    def watched(self) -> tuple[int, ...]:
+        """The other ranks of this host, and the one at this place on the next host."""
+        first = self.rank - self.local_rank
+        near = range(first, first + self.local_world_size)
+        return tuple(sorted({*near, (self.rank + self.local_world_size) % self.world_size} - {self.rank}))
+
+
+def _read_place() -> _Place:
+    env = os.environ  # noqa: TID251
+    torchrun = "RANK" in env
+    return _Place(
+        rank=int(env.get("RANK", "0")),
+        world_size=int(env.get("WORLD_SIZE", "1")),
+        local_rank=int(env.get("LOCAL_RANK", "0")),
+        local_world_size=int(env.get("LOCAL_WORLD_SIZE", "1")),
+        torchrun=torchrun,
+        launched="RLHF_JOB_ID" in env,
+    )
+
+
+def _bind_loopback() -> None:
+    """Ranks of one host talk over the loopback interface, unless the user chose another."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")  # noqa: TID251
+
+
+def _choose_device(wanted: str, local_rank: int) -> torch.device:
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    num_gpus = torch.cuda.device_count()
+    if local_rank >= num_gpus:
+        raise ConfigError(
+            f"job.device: {wanted} given, but this host shows {num_gpus} GPUs to local rank {local_rank}; needs one a "
+            f"rank; start at most {num_gpus} ranks on it, or set job.device=cpu"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _init_groups(config: JobConfig, place: _Place, device: torch.device) -> GroupFactory:
+    """Join the job. Collective over all its ranks."""
+    timeout = timedelta(seconds=config.collective_timeout_s)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if place.torchrun:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    return GroupFactory(device_backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+
+
+def _num_threads(config: JobConfig, place: _Place) -> int:
+    return config.torch_threads or max(1, len(os.sched_getaffinity(0)) // place.local_world_size)
+
+
+class job:  # noqa: N801  # reads as `with job(config) as ranks`
+    """The process group, device, log files, signals, watchdog and exit record of this rank.
+
+    `with job(config, run_folder=...) as ranks:` is entered by every rank of the job, on its main thread. Leaving it
+    well is collective (all ranks wait for one another). A rank whose body raises does not come out: it writes its
+    traceback into its log and, as the first to fail, on the console, ends its children and calls os._exit.
+
+    Raises:
+        ConfigError: On entering, when the device asked for is not there.
+    """
+
+    def __init__(self, config: JobConfig, *, run_folder: Path) -> None:
+        self._config, self._run_folder = config, run_folder.absolute()
+        self._place = _read_place()
+
+    def __enter__(self) -> Ranks:
+        place, host = self._place, socket.gethostname()
+        if place.rank == 0 and not place.launched and self._run_folder.exists():
+            clear_marks(self._run_folder)
+        self._children_before = {child.pid for child in psutil.Process().children(recursive=True)}
+        self._logs = RankLogs(self._run_folder, place.rank)
+        self._clock = ProgressClock()
+        self._heart = Heart(self._run_folder, rank=place.rank, host=host, clock=self._clock)
+        limits = Limits(alive_s=self._config.alive_limit_s, progress_s=self._config.progress_limit_s)
+        self._watchdog = Watchdog(
+            self._run_folder,
+            heart=self._heart,
+            clock=self._clock,
+            watched=place.watched,
+            limits=limits,
+            on_blame=lambda blame: self._ending.blamed(blame),
+        )
+        self._ending = Ending(
+            self._run_folder,
+            heart=self._heart,
+            logs=self._logs,
+            peers=self._watchdog.peers,
+            launched=place.launched,
+        )
+        self._stop = StopRequest(self._run_folder)
+        self._signals = SignalThread(
+            {signal.SIGTERM: self._ending.terminated, signal.SIGUSR1: lambda: self._stop.path.touch()}
+        )
+        self._watchdog.start()
+        return self._join(host)
+
+    def _join(self, host: str) -> Ranks:
+        place = self._place
+        try:
+            if place.one_host:
+                _bind_loopback()
+            torch.set_num_threads(_num_threads(self._config, place))
+            device = _choose_device(self._config.device, place.local_rank)
+            groups = _init_groups(self._config, place, device)
+            self._everyone = groups.cpu_group([tuple(range(place.world_size))])
+        except (ConfigError, RuntimeError, ValueError) as error:
+            self._ending.raised(error)
+        log.info("%s, rank %d of %d on %s", device, place.rank, place.world_size, host)
+        self._clock.tick("start")
+        return Ranks(
+            rank=place.rank,
+            world_size=place.world_size,
+            local_rank=place.local_rank,
+            local_world_size=place.local_world_size,
+            host=host,
+            device=device,
+            groups=groups,
+            run_folder=self._run_folder,
+            progress=self._clock,
+            stop=self._stop,
+        )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            if not self._place.torchrun and sys.gettrace() is not None:
+                self._release()  # a debugger wants to see where it happened
+                return
+            self._ending.raised(error)
+        try:
+            with self._clock.waiting("waiting for all ranks to finish"):
+                dist.barrier(self._everyone)
+        except RuntimeError as lost:
+            self._ending.raised(lost)
+        code = ExitCode.STOPPED if self._stop.accepted else ExitCode.FINISHED
+        if self._place.rank == 0:
+            reason = "stopped on request; run again to go on" if self._stop.accepted else "finished"
+            write_over(exit_path(self._run_folder), ExitRecord(code=code, reason=reason))
+        self._heart.beat(FINISHED)
+        self._release()
+        if code and not self._place.torchrun:  # torchrun would take any code but 0 for a failure
+            raise SystemExit(int(code))
+
+    def _release(self) -> None:
+        self._watchdog.close()
+        self._signals.close()
+        dist.destroy_process_group()
+        end_children(but=self._children_before)
+        self._logs.close()

@@ -1,0 +1,72 @@
+"""A rank that does what the test says: the smallest program that lives in a job. Imports torch and rlhf.dist only.
+
+RLHF_TEST_MODE=hang scripts/launch.sh --module tests.dist.death_worker CONFIG
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from rlhf.config.load import load_config
+from rlhf.dist.job import Ranks, job
+
+
+def work(ranks: Ranks) -> None:
+    """Steps without end: a bit of work and a collective, until asked to stop."""
+    everyone = ranks.groups.cpu_group([tuple(range(ranks.world_size))])
+    while not ranks.stop.agreed(everyone):
+        ranks.progress.tick("rollout")
+        time.sleep(0.05)
+        ranks.progress.tick("update")
+        dist.all_reduce(torch.ones(3), group=everyone)
+
+
+def work_with_children(ranks: Ranks) -> None:
+    """Like work, with a child process and a shared-memory segment on each rank."""
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    mp.set_sharing_strategy("file_system")
+    shared = torch.ones(1000).share_memory_()
+    (ranks.run_folder / f"ready_{ranks.rank}").touch()
+    work(ranks)
+    del shared
+
+
+def finish(ranks: Ranks) -> None:
+    """Nothing, well."""
+    print(f"hello of rank {ranks.rank}")
+    os.write(1, f"raw words of rank {ranks.rank}\n".encode())
+
+
+def raise_on_rank_1(ranks: Ranks) -> None:
+    """Rank 1 raises while the others sit in a collective."""
+    everyone = ranks.groups.cpu_group([tuple(range(ranks.world_size))])
+    ranks.progress.tick("score")
+    if ranks.rank == 1:
+        time.sleep(0.5)
+        raise KeyError("no such thing on rank 1")
+    dist.barrier(everyone)
+
+
+def hang_on_rank_1(ranks: Ranks) -> None:
+    """Rank 1 neither ticks nor joins the collective, but is alive."""
+    everyone = ranks.groups.cpu_group([tuple(range(ranks.world_size))])
+    ranks.progress.tick("score")
+    if ranks.rank == 1:
+        time.sleep(600)
+    dist.barrier(everyone)
+
+
+def main() -> None:
+    config = load_config(sys.argv[1:])
+    with job(config.job, run_folder=Path(config.log.folder) / config.name) as ranks:
+        globals()[os.environ["RLHF_TEST_MODE"]](ranks)
+
+
+if __name__ == "__main__":
+    main()
