@@ -70,7 +70,8 @@ def execute(
 ) -> None:
     """Fill this rank's destination parameters and serve the others. All ranks of both pools must call.
 
-    Reads the source parameters as they are and writes each destination element once; padding is left alone.
+    Reads the source parameters as they are and writes each destination element once; padding is left alone. `device` is
+    where the transport works; parameters elsewhere are staged through it.
     """
     with torch.no_grad():
         under_way = [_Transfer(buckets[0], src, dst, transport, staging.buffer(0, device))] if buckets else []
@@ -106,12 +107,12 @@ class _Transfer:
 
     def _landing(self, message: Message) -> tuple[Tensor, bool]:
         """Where a message is received: straight in the parameter when it is one contiguous block there."""
-        direct = _contiguous(message, self._dst)
+        direct = _contiguous(message, self._dst, self._buffer.device)
         return (self._take(message), False) if direct is None else (direct, True)
 
     def _packed(self, messages: Sequence[Message], src: LocalParams) -> Iterator[Parcel]:
         for message in messages:
-            data = _contiguous(message, src)
+            data = _contiguous(message, src, self._buffer.device)
             if data is None:
                 data = self._take(message)
                 for view, flat in _cut(message, data, src):
@@ -123,11 +124,12 @@ class _Transfer:
         return self._buffer[self._used - message.num_elements : self._used]
 
 
-def _contiguous(message: Message, params: LocalParams) -> Tensor | None:
+def _contiguous(message: Message, params: LocalParams, device: torch.device) -> Tensor | None:
+    """The message as it lies in the parameter, when it is one block, contiguous, where the transport can reach it."""
     if len(message.moves) > 1:
         return None
     view = params.view(message.moves[0].tensor, message.moves[0].box)
-    return view.view(-1) if view.is_contiguous() else None
+    return view.view(-1) if view.is_contiguous() and view.device == device else None
 
 
 def _cut(message: Message, data: Tensor, params: LocalParams) -> Iterator[tuple[Tensor, Tensor]]:

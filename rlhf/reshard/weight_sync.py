@@ -48,7 +48,8 @@ class WeightSync:
     """The standing transfer between two layouts of one model.
 
     Making it is collective over `group`, which holds exactly the ranks of both pools; a rank of neither pool passes
-    `group=None`, and all its calls return at once. `src` and `dst` are the same on every rank.
+    `group=None`, and all its calls return at once. `src` and `dst` are the same on every rank. `device` is where the
+    group's transport works (default: CPU, for gloo); parameters may lie elsewhere.
 
     Raises:
         LayoutError: The layouts do not fit each other (named, the same on every rank).
