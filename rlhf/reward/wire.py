@@ -1,0 +1,34 @@
+"""Messages between a rank and its reward processes: a length, then a pickle, over a socket pair."""
+
+import pickle
+import struct
+
+HEADER = struct.Struct("<I")
+
+
+def packed(message: object) -> bytes:
+    """A message as it travels."""
+    body = pickle.dumps(message)
+    return HEADER.pack(len(body)) + body
+
+
+class Inbox:
+    """Bytes as they come in, given out as whole messages."""
+
+    def __init__(self) -> None:
+        self.buffer = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes that were read."""
+        self.buffer += data
+
+    def take(self) -> object | None:
+        """The next whole message (never None itself), or None while it is incomplete."""
+        if len(self.buffer) < HEADER.size:
+            return None
+        end = HEADER.size + HEADER.unpack_from(self.buffer)[0]
+        if len(self.buffer) < end:
+            return None
+        body = bytes(self.buffer[HEADER.size : end])
+        del self.buffer[:end]
+        return pickle.loads(body)
