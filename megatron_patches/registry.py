@@ -7,10 +7,18 @@ from megatron_patches.cpu import (
     rng_state_of_cuda_only,
     torch_norm_refuses_sequence_parallel,
 )
-from megatron_patches.layouts import param_groups_gathered_over_world, tp_group_asked_of_parallel_state
+from megatron_patches.layouts import (
+    param_groups_gathered_over_world,
+    scratch_memory_of_parallel_state,
+    tp_group_asked_of_parallel_state,
+)
 from megatron_patches.patch import Mend
 
-LAYOUTS: tuple[Mend, ...] = (param_groups_gathered_over_world.EDIT, tp_group_asked_of_parallel_state.EDIT)
+LAYOUTS: tuple[Mend, ...] = (
+    param_groups_gathered_over_world.EDIT,
+    scratch_memory_of_parallel_state.PATCH,
+    tp_group_asked_of_parallel_state.EDIT,
+)
 """Needed wherever several layouts share a job."""
 CPU: tuple[Mend, ...] = (
     *cuda_called_unconditionally.SHIMS,

@@ -7,6 +7,7 @@ _WHY = "calls torch.cuda or names device='cuda' whatever device the model is on"
 _DROP_WHEN = "Megatron-Core takes the device from its tensors or from an argument"
 
 _LINES = {
+    "megatron.core.utils": "6a1343cf19c8",
     "megatron.core.tensor_parallel.layers": "41bae53615be",
     "megatron.core.tensor_parallel.mappings": "8f08869877cb",
     "megatron.core.tensor_parallel.random": "57acdc8ea20b",

@@ -63,7 +63,7 @@ def check_logits(root: Path, layouts: list[ParallelConfig]) -> None:
             if not parallel.layers_per_stage and spec.num_layers % parallel.pp:
                 continue
             model = build_model(
-                spec, ModelConfig(path=""), parallel, groups, head=Head.LM, device=CPU, seed=1, trainable=False
+                spec, ModelConfig(path="by-hand"), parallel, groups, head=Head.LM, device=CPU, seed=1, trainable=False
             )
             load_weights(model, root / name)
             with torch.no_grad():

@@ -50,7 +50,6 @@ def make_checkpoint(name: str, folder: Path, *, num_labels: int = 0, **changes: 
     torch.manual_seed(sum(map(ord, name)))
     if num_labels:
         config.num_labels = num_labels
-        config.pad_token_id = 0
         model = transformers.AutoModelForSequenceClassification.from_config(config)
     else:
         model = transformers.AutoModelForCausalLM.from_config(config)

@@ -1,0 +1,198 @@
+"""Each weight's gradient equals transformers' in every layout, and Megatron never asks the global parallel state."""
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from megatron.core import parallel_state
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_without_interleaving,
+)
+
+from rlhf.config.model import ModelConfig
+from rlhf.config.parallel import ParallelConfig
+from rlhf.dist.groups import GroupFactory
+from rlhf.families.registry import read_spec
+from rlhf.families.spec import Head
+from rlhf.mcore.groups import make_groups
+from rlhf.mcore.layer_spec import prepare_megatron
+from rlhf.mcore.layout import megatron_layout
+from rlhf.mcore.load import load_weights
+from rlhf.mcore.model import MegatronModel, build_model, head_weight
+from rlhf.mcore.vocab_parallel import vocab_parallel_logprobs
+from tests.harness.ranks import run_ranks
+from tests.mcore.tiny import make_checkpoint, pack, sequences
+
+CPU = torch.device("cpu")
+LENGTHS = (9, 2, 23, 6, 5, 14, 3, 11)
+"""Two microbatches on each of two replicas; the even sequences are replica 0's."""
+
+
+def forbid_parallel_state() -> None:
+    """Make every getter of the global state raise, also where it was imported by name."""
+
+    def refuse(*_args: object, **_kwargs: object) -> None:
+        raise AssertionError("megatron.core.parallel_state was asked")
+
+    getters = {
+        value
+        for name, value in vars(parallel_state).items()
+        if callable(value) and (name.startswith(("get_", "is_")) or name.endswith("is_initialized"))
+    }
+    assert parallel_state.get_tensor_model_parallel_group in getters
+    assert len(getters) > 50
+    for module in [m for name, m in sys.modules.items() if name.startswith("megatron.")]:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, type(refuse)) and value in getters:
+                setattr(module, name, refuse)
+
+
+def token_weights(row: torch.Tensor) -> torch.Tensor:
+    """A weight for each prediction, so that no two tokens count alike."""
+    return torch.linspace(0.3, 1.7, len(row)) * (1 + row % 3)
+
+
+def loss_of(model: MegatronModel, hidden: torch.Tensor, rows: list[torch.Tensor]) -> torch.Tensor:
+    """Sum over rows; the weight is applied outside the module, as the trainer does."""
+    hidden = hidden[:, 0]
+    ends = torch.tensor([len(row) for row in rows]).cumsum(0).tolist()
+    parts = [hidden[end - len(row) : end] for row, end in zip(rows, ends, strict=True)]
+    if model.head is Head.VALUE:
+        return sum(
+            ((x @ head_weight(model).T)[:, 0] * token_weights(r)).sum() for x, r in zip(parts, rows, strict=True)
+        )
+    logprobs, entropy = vocab_parallel_logprobs(
+        torch.cat([x[:-1] for x in parts]),
+        head_weight(model),
+        torch.cat([row[1:] for row in rows]),
+        tp_group=model.groups.collection.tp,
+        vocab_size=model.spec.vocab_size,
+        temperature=0.8,
+        chunk_tokens=7,
+    )
+    weights = torch.cat([token_weights(row[1:]) for row in rows])
+    return (weights * (0.5 * entropy - logprobs)).sum()
+
+
+def expected_gradients(folder: Path, head: Head) -> dict[str, torch.Tensor]:
+    """By transformers in float64, one sequence at a time."""
+    kind = transformers.AutoModelForCausalLM if head is Head.LM else transformers.AutoModelForSequenceClassification
+    model = kind.from_pretrained(folder, dtype=torch.float64)
+    for row in sequences(model.config.vocab_size, LENGTHS):
+        if head is Head.VALUE:
+            hidden = model.model(row[None]).last_hidden_state[0]
+            (model.score(hidden)[:, 0] * token_weights(row)).sum().backward()
+            continue
+        logprobs = (model(row[None]).logits[0, :-1] / 0.8).log_softmax(-1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        chosen = logprobs.gather(1, row[1:, None])[:, 0]
+        (token_weights(row[1:]) * (0.5 * entropy - chosen)).sum().backward()
+    return {name: param.grad for name, param in model.named_parameters()}
+
+
+def run_backward(model: MegatronModel) -> None:
+    """Megatron's own schedule over this replica's two microbatches."""
+    rows = sequences(model.spec.vocab_size, LENGTHS)[model.groups.dp_rank :: model.parallel.dp]
+    half = len(rows) // 2
+    microbatches = iter([rows[:half], rows[half:]])
+    collection = model.groups.collection
+
+    def forward_step(data, chunk):
+        mine = next(data)
+        packed = pack(mine, multiple_of=model.parallel.tp)
+        out = chunk(packed.tokens, packed.positions, None, packed_seq_params=packed.params)
+        return out, lambda hidden: (loss_of(model, hidden, mine), torch.zeros([], dtype=torch.int), {})
+
+    pipelined = model.parallel.pp > 1
+    schedule = forward_backward_pipelining_without_interleaving if pipelined else forward_backward_no_pipelining
+    model.chunk.zero_grad_buffer()
+    schedule(
+        forward_step_func=forward_step,
+        data_iterator=microbatches,
+        model=model.chunk,
+        num_microbatches=2,
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=False,
+        pg_collection=collection,
+        force_all_reduce=True,
+        **({"p2p_communicator": P2PCommunicator(collection.pp, model.config)} if pipelined else {}),
+    )
+
+
+def check_gradients(model: MegatronModel, expected: dict[str, torch.Tensor], what: str) -> None:
+    params = dict(model.module.named_parameters())
+    layout = megatron_layout(model.spec, model.parallel, head=model.head, dtype="float32")
+    for piece in layout.holdings(model.groups.rank):
+        wanted = expected[piece.tensor][piece.box.slices].float()
+        found = params[piece.param].main_grad[piece.param_box(piece.box).slices]
+        # fp32 against float64: sums of up to 73 tokens' terms, relative to the largest gradient of the tensor
+        bound = 2e-5 * float(expected[piece.tensor].abs().max())
+        off = float((found - wanted).abs().max())
+        assert off <= bound, f"{what}: {piece.tensor} in {piece.param}: off by {off}, bound {bound}"
+
+
+def check_step(model: MegatronModel) -> None:
+    """The distributed optimizer moves the weights, and both ends of a tied weight alike."""
+    before = {name: param.detach().clone() for name, param in model.module.named_parameters()}
+    config = OptimizerConfig(
+        optimizer="adam", lr=1e-2, use_distributed_optimizer=True, clip_grad=1.0, params_dtype=torch.float32
+    )
+    optimizer = get_megatron_optimizer(
+        config, [model.chunk], use_gloo_process_groups=False, pg_collection=model.groups.collection
+    )
+    succeeded, grad_norm, _ = optimizer.step()
+    assert succeeded
+    assert grad_norm > 0
+    for name, param in model.module.named_parameters():
+        assert torch.isfinite(param).all(), name
+        assert not torch.equal(param, before[name]), name
+    if model.module.share_embeddings_and_output_weights and model.parallel.pp > 1:
+        weight = model.module.shared_embedding_or_output_weight()
+        if weight is not None:
+            copies = [torch.empty_like(weight) for _ in range(2)]
+            dist.all_gather(copies, weight.detach(), group=model.groups.collection.embd)
+            assert torch.equal(*copies)
+
+
+def check_layouts(root: Path) -> None:
+    torch.set_num_threads(1)
+    factory = GroupFactory(device_backend="gloo", timeout=timedelta(seconds=60))
+    prepare_megatron(CPU)  # before names change, for patches look at what they replace
+    forbid_parallel_state()
+    for case, parallel, head, recompute in CHECKS:
+        groups = make_groups(parallel, factory)
+        if not groups.is_member:
+            continue
+        spec = read_spec(root / case)
+        config = ModelConfig(path="by-hand", recompute=recompute)
+        model = build_model(spec, config, parallel, groups, head=head, device=CPU, seed=1, trainable=True)
+        load_weights(model, root / case)
+        run_backward(model)
+        check_gradients(model, torch.load(root / f"{case}.pt"), f"{case} {parallel} {recompute}")
+        check_step(model)
+
+
+CHECKS = [
+    ("qwen2", ParallelConfig(tp=2, pp=2), Head.LM, "none"),
+    ("qwen2", ParallelConfig(pp=2, dp=2), Head.LM, "full"),
+    ("qwen3", ParallelConfig(tp=2, dp=2), Head.LM, "none"),
+    ("llama", ParallelConfig(tp=2, pp=2, layers_per_stage=(1, 3)), Head.VALUE, "full"),
+    ("qwen3", ParallelConfig(pp=3, layers_per_stage=(1, 1, 1), first_rank=1), Head.LM, "none"),
+]
+
+
+@pytest.mark.dist
+def test_gradients_equal_transformers_without_the_global_state(tmp_path: Path) -> None:
+    for case in ("llama", "qwen2", "qwen3"):
+        head = Head.VALUE if case == "llama" else Head.LM
+        make_checkpoint(case, tmp_path / case, num_labels=int(head is Head.VALUE))
+        torch.save(expected_gradients(tmp_path / case, head), tmp_path / f"{case}.pt")
+    run_ranks(4, check_layouts, tmp_path)
