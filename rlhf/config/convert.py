@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from typing import TypeVar, get_args, get_origin
+from typing import get_args, get_origin
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
@@ -12,7 +12,6 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 from rlhf.config.schema import NO_VALUE, default_tree, field_docs, field_types, type_name
 from rlhf.errors import ConfigError
 
-T = TypeVar("T")
 FAULTY = object()  # stands for a value whose fault has been noted
 
 EXAMPLES = {str: "TEXT", int: "1", float: "0.1", bool: "true", tuple: "[1,2]", dict: "{key: value}"}
@@ -29,7 +28,7 @@ class Converter:
         self.faults: list[str] = []
         self._unknown = unknown
 
-    def section(self, cls: type[T], node: DictConfig, path: str) -> T | object:
+    def section(self, cls: type, node: DictConfig, path: str) -> object:
         """A dataclass from a section; FAULTY when it or a part of it has a fault."""
         kinds, docs = field_types(cls), field_docs(cls)
         defaults = OmegaConf.create(default_tree(cls))
@@ -93,6 +92,7 @@ class Converter:
             found = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
         except OmegaConfBaseException as error:
             return self._fault(f"{where}: {str(error).splitlines()[0]}; needs values that resolve; change it")
+        assert isinstance(found, dict), "a DictConfig holds a dict"
         if odd := [key for key in found if not isinstance(key, str)]:
             return self._fault(f"{where}: key {odd[0]!r} given; needs text keys; quote it")
         return found

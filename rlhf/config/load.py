@@ -46,7 +46,9 @@ def load_config(argv: Sequence[str]) -> RunConfig:
 
 def to_yaml(config: RunConfig) -> str:
     """The settings as YAML, every key with its value; load_config reads it back to an equal config."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escaped(plain(config))))
+    tree = _escaped(plain(config))
+    assert isinstance(tree, dict), "a section is a dict"
+    return OmegaConf.to_yaml(OmegaConf.create(tree))
 
 
 def _read(path: Path) -> dict[str, object]:
@@ -60,7 +62,7 @@ def _read(path: Path) -> dict[str, object]:
         raise ConfigError(f"{path}: {error}; needs YAML; mend that line") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: holds a list; needs a mapping of keys; see --help for the keys")
-    return found
+    return {str(key): value for key, value in found.items()}
 
 
 def _parse(overrides: Sequence[str]) -> list[tuple[str, DictConfig]]:
@@ -110,7 +112,9 @@ def _combine(cls: type, given: dict[str, object], changes: list[tuple[str, DictC
     tree = OmegaConf.create(_overlay(default_tree(cls), given))
     for key, change in changes:
         try:
-            tree = OmegaConf.merge(tree, change)
+            merged = OmegaConf.merge(tree, change)
+            assert isinstance(merged, DictConfig), "a mapping merged into a mapping is one"
+            tree = merged
         except TypeError:  # a list where a section stands, or the reverse: put it there, for the converter to refuse
             OmegaConf.update(tree, key, OmegaConf.select(change, key), merge=False)
         except OmegaConfBaseException as error:

@@ -124,6 +124,11 @@ class PPORunConfig:
         at_least("num_steps", self.num_steps, 1)
         self._check_rollout()
         self._check_eval()
+        if self.reward.function.startswith("rlhf.reward.gym:") and self.data.source != "reasoning_gym":
+            raise ConfigError(
+                f"reward.function: {self.reward.function} scores reasoning_gym problems, but data.source "
+                f"= {self.data.source}; needs a function that knows its rows; set reward.function=MODULE:FUNCTION"
+            )
         if self.reward.timeout_s >= self.job.progress_limit_s:
             raise ConfigError(
                 f"reward.timeout_s: {self.reward.timeout_s} is not less than job.progress_limit_s = "

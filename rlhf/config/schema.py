@@ -68,7 +68,7 @@ def type_name(kind: object) -> str:
         return "section"
     if get_origin(kind) is tuple:
         return f"list of {type_name(get_args(kind)[0])}s"
-    return TYPE_NAMES.get(get_origin(kind) or kind, str(kind))
+    return next((name for known, name in TYPE_NAMES.items() if known in (kind, get_origin(kind))), str(kind))
 
 
 def plain(value: object) -> object:
@@ -103,6 +103,8 @@ def _walk(cls: type, defaults: dict[str, object], prefix: str) -> Iterator[Key]:
     docs = field_docs(cls)
     for name, kind in field_types(cls).items():
         if is_dataclass(kind):
-            yield from _walk(kind, defaults[name], f"{prefix}{name}.")
+            below = defaults[name]
+            assert isinstance(below, dict), f"{prefix}{name}: a section's default is a section"
+            yield from _walk(kind, below, f"{prefix}{name}.")
         else:
             yield Key(f"{prefix}{name}", type_name(kind), defaults[name], docs.get(name, ""))

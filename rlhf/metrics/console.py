@@ -1,6 +1,6 @@
 """What a person sees while the run goes on: a live table on a terminal, plain lines elsewhere. Rank 0 only.
 
-Both kinds are metric sinks; `enter` fits `Timers(on_enter=...)` and `tick` fits the progress clock.
+Both kinds are metric sinks; `enter` fits `Timers(on_enter=...)`.
 """
 
 import math
@@ -18,7 +18,7 @@ from rich.text import Text
 
 from rlhf.errors import ConfigError
 from rlhf.metrics.names import time_name
-from rlhf.metrics.status import Status
+from rlhf.metrics.status import Progress, Status
 
 SHOWN_STEPS = 8
 POLL_S = 1.0
@@ -44,7 +44,7 @@ COLUMNS = (
     Column("loss", "sft/loss", ".4f"),
     Column("reward", "reward/mean", ".3f"),
     Column("held out", "held_out/solved", ".1%"),
-    Column("KL", "kl/ref", ".2e"),
+    Column("KL", "kl/ref", ".1e"),
     Column("length", "length/response_mean", ".1f"),
     Column("grad norm", "actor/grad_norm", ".2f"),
     Column("grad norm", "sft/grad_norm", ".2f"),
@@ -66,9 +66,6 @@ class ProgressDisplay(Protocol):
     def enter(self, phase: str) -> None:
         """A phase begins."""
 
-    def tick(self, what: str) -> None:
-        """Progress inside the phase; cheap, may be called often."""
-
     def note(self, text: str) -> None:
         """Show a message."""
 
@@ -79,13 +76,23 @@ class ProgressDisplay(Protocol):
         """The same as leaving the block."""
 
 
-def open_display(mode: str, num_steps: int, console: Console | None = None) -> "LiveDisplay | PlainDisplay":
-    """The display for `log.console`: auto (live on a terminal), live or plain."""
+def open_display(
+    mode: str, num_steps: int, *, progress: Progress | None = None, console: Console | None = None
+) -> "LiveDisplay | PlainDisplay":
+    """The display for `log.console`: auto (live on a terminal), live or plain.
+
+    Args:
+        mode: As the setting.
+        num_steps: Steps of the whole run.
+        progress: The rank's progress clock, to say what is waited for.
+        console: Where to draw; standard output when not given.
+    """
     console = console or Console()
     if mode not in ("auto", "live", "plain"):
         raise ConfigError(f"log.console: {mode!r} given; needs auto, live or plain; change it")
     live = console.is_terminal and not console.is_dumb_terminal if mode == "auto" else mode == "live"
-    return LiveDisplay(console, Status(num_steps)) if live else PlainDisplay(console, Status(num_steps))
+    status = Status(num_steps, progress=progress)
+    return LiveDisplay(console, status) if live else PlainDisplay(console, status)
 
 
 class PlainDisplay:
@@ -97,7 +104,6 @@ class PlainDisplay:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="console", daemon=True)
         self.enter: Callable[[str], None] = status.enter
-        self.tick: Callable[[str], None] = status.tick
 
     def __enter__(self) -> Self:
         """Begin to watch for long phases."""
@@ -147,7 +153,6 @@ class LiveDisplay:
         self._running = False
         self._live = Live(self, console=console, refresh_per_second=4, transient=False)
         self.enter: Callable[[str], None] = status.enter
-        self.tick: Callable[[str], None] = status.tick
 
     def __enter__(self) -> Self:
         """Begin to draw."""

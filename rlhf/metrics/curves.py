@@ -9,6 +9,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from rlhf.metrics.names import time_name
@@ -17,6 +18,8 @@ INK, FAINT, GRID = "#1f2430", "#6b7280", "#e5e7eb"
 COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#db2777", "#0891b2", "#ca8a04", "#64748b")
 MANY_STEPS = 40  # from here on a line is smoothed, the raw values stay faint behind it
 NUM_COLUMNS = 3
+BRACKETS = {"step", "training"}  # phases that hold phases of other names
+OUTSIDE_STEP = {"evaluate", "save"}
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
 
@@ -74,9 +77,10 @@ def draw_curves(metrics: Path, picture: Path, *, title: str) -> None:
     num_panels = max(1, len(panels) + bool(phases))
     columns = min(NUM_COLUMNS, num_panels)
     rows = math.ceil(num_panels / columns)
-    figure = Figure(figsize=(4.6 * columns, 2.9 * rows + 0.5), dpi=110, layout="constrained", facecolor="white")
+    size = (4.6 * columns, 2.9 * rows + 0.5)
+    layout = ConstrainedLayoutEngine(h_pad=0.09, w_pad=0.09)
+    figure = Figure(figsize=size, dpi=110, layout=layout, facecolor="white")
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=13, fontweight="bold")
-    figure.get_layout_engine().set(h_pad=0.09, w_pad=0.09)
     axes = [figure.add_subplot(rows, columns, i + 1) for i in range(num_panels)]
     for ax, panel in zip(axes, panels, strict=False):
         _draw(ax, panel, series)
@@ -88,18 +92,26 @@ def draw_curves(metrics: Path, picture: Path, *, title: str) -> None:
 
 
 def phase_seconds(series: Series) -> dict[str, Sequence[tuple[int, float]]]:
-    """Mean seconds over the ranks of each outermost phase, the longest first."""
+    """Mean seconds over the ranks of each phase that holds no other, longest first, then the rest of the step."""
     prefix, suffix = time_name("|").split("|")
-    names = [n for n in series if n.startswith(prefix) and n.endswith(suffix) and n != time_name("step")]
-    phases = {n.removeprefix(prefix).removesuffix(suffix): series[n] for n in names}
-    outer = {phase: points for phase, points in phases.items() if "/" not in phase}
-    return dict(sorted(outer.items(), key=lambda item: -sum(value for _, value in item[1])))
+    names = [name for name in series if name.startswith(prefix) and name.endswith(suffix)]
+    phases = {name.removeprefix(prefix).removesuffix(suffix): series[name] for name in names}
+    holders = {phase.partition("/")[0] for phase in phases if "/" in phase} | BRACKETS
+    leaves = {phase: points for phase, points in phases.items() if phase not in holders}
+    ordered = dict(sorted(leaves.items(), key=lambda item: -sum(value for _, value in item[1])))
+    inside = [dict(points) for phase, points in leaves.items() if phase not in OUTSIDE_STEP]
+    rest = [(step, max(0.0, s - sum(part.get(step, 0.0) for part in inside))) for step, s in phases.get("step", ())]
+    return {**ordered, "other": rest} if leaves and rest else ordered
 
 
 def smoothed(values: Sequence[float], reach: int) -> list[float]:
     """Mean over each value and up to `reach` values on either side of it."""
     windows = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
     return [math.fsum(window) / len(window) for window in windows]
+
+
+def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    return [step for step, _ in points], [value for _, value in points]
 
 
 def _draw(ax: Axes, panel: Panel, series: Series) -> None:
@@ -110,14 +122,14 @@ def _draw(ax: Axes, panel: Panel, series: Series) -> None:
         ax.set_yscale("log")
         ax.tick_params(which="minor", labelsize=7, colors=FAINT, length=0)
     for colour, (name, label) in zip(COLOURS, present, strict=False):
-        steps, values = zip(*series[name], strict=True)
+        steps, values = _columns(series[name])
         if len(steps) >= MANY_STEPS:
             ax.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
             values = smoothed(values, len(values) // 20)
         ax.plot(steps, values, color=colour, linewidth=1.6, label=label, marker="." if len(steps) < 3 else None)
     for name, label in panel.points:
         if name in series:
-            steps, values = zip(*series[name], strict=True)
+            steps, values = _columns(series[name])
             ax.plot(steps, values, "o--", color=COLOURS[1], markersize=5, linewidth=0.8, label=label)
     if len(ax.get_legend_handles_labels()[0]) > 1:
         _legend(ax)
@@ -128,9 +140,10 @@ def _draw_phases(ax: Axes, phases: Mapping[str, Sequence[tuple[int, float]]]) ->
     _dress(ax, "Seconds per phase")
     steps = sorted({step for points in phases.values() for step, _ in points})
     stacks = [[dict(points).get(step, 0.0) for step in steps] for points in phases.values()]
+    edges: Sequence[float] = steps
     if len(steps) == 1:
-        steps, stacks = [steps[0] - 0.4, steps[0] + 0.4], [stack * 2 for stack in stacks]
-    ax.stackplot(steps, stacks, labels=list(phases), colors=COLOURS, alpha=0.85, linewidth=0)
+        edges, stacks = [steps[0] - 0.4, steps[0] + 0.4], [stack * 2 for stack in stacks]
+    ax.stackplot(edges, stacks, labels=list(phases), colors=COLOURS, alpha=0.85, linewidth=0)
     ax.set_ylim(0, 1.3 * max(map(sum, zip(*stacks, strict=True))))  # room for the legend
     ax.legend(fontsize=7, frameon=False, labelcolor=INK, loc="upper left", ncols=3, columnspacing=1.0, handlelength=1.0)
     _whole_steps(ax)

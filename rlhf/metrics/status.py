@@ -2,9 +2,22 @@
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 QUIET_S = 60.0  # without progress for this long, the line says what the run waits for
 LONG_PHASE_S = 30.0  # a phase longer than this is worth a line where lines are not redrawn
+
+
+class Progress(Protocol):
+    """Where loops tick; the progress clock of a rank is one."""
+
+    @property
+    def what(self) -> str:
+        """What is being done, or waited for."""
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last tick."""
 
 
 class Status:
@@ -12,28 +25,25 @@ class Status:
 
     Args:
         num_steps: Steps of the whole run.
+        progress: Read whenever the line is made; without it, a new phase is the only sign of progress.
         clock: Seconds, never falling.
     """
 
-    def __init__(self, num_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, num_steps: int, *, progress: Progress | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.step = 0
         self.num_steps = num_steps
+        self._progress = progress
         self._clock = clock
-        now = clock()
-        # One tuple, replaced as a whole, so that a reader in another thread sees a phase with its own times.
-        self._now = ("starting", now, "", now)
-        self._told_at = now
+        self._told_at = clock()
+        # One tuple, replaced as a whole, so that a reader in another thread sees a phase with its own time.
+        self._phase = ("starting", self._told_at)
 
     def enter(self, phase: str) -> None:
         """A phase begins; empty is the time between phases."""
-        now = self._clock()
-        self._now = (phase or "between phases", now, "", now)
-        self._told_at = now
-
-    def tick(self, what: str) -> None:
-        """Progress inside the phase: what is being done, or waited for, from now on."""
-        phase, since, _, _ = self._now
-        self._now = (phase, since, what, self._clock())
+        self._told_at = self._clock()
+        self._phase = (phase or "between phases", self._told_at)
 
     def step_done(self, step: int) -> None:
         """Step number `step` (from 1) has ended."""
@@ -42,16 +52,18 @@ class Status:
 
     def line(self) -> str:
         """Where the run is, how long the phase has lasted, and after QUIET_S without progress what it waits for."""
-        phase, since, what, heard = self._now
-        now = self._clock()
-        at = f"step {min(self.step + 1, self.num_steps)}/{self.num_steps}: {phase} {duration(now - since)}"
-        if now - heard >= QUIET_S:
-            return f"{at}, no progress for {duration(now - heard)}; waits for {what or phase}"
-        return f"{at}, {what}" if what else at
+        phase, since = self._phase
+        lasted = self._clock() - since
+        what, quiet = (self._progress.what, self._progress.idle_s) if self._progress else ("", lasted)
+        detail = "" if what in phase else what
+        at = f"step {min(self.step + 1, self.num_steps)}/{self.num_steps}: {phase} {duration(lasted)}"
+        if quiet >= QUIET_S:
+            return f"{at}, no progress for {duration(quiet)}; waits for {detail or phase}"
+        return f"{at}, {detail}" if detail else at
 
     def due(self) -> str | None:
         """The line when it is time to print it again: LONG_PHASE_S into a phase, then each time its age has doubled."""
-        _, since, _, _ = self._now
+        _, since = self._phase
         now = self._clock()
         if now - since < max(LONG_PHASE_S, 2 * (self._told_at - since)):
             return None

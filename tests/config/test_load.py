@@ -176,6 +176,10 @@ def test_a_mistake_is_named_with_its_place_and_cure(refused, override, parts):
         (["ppo.critic_warmup_steps=100"], "ppo.critic_warmup_steps: 100 of num_steps = 100"),
         (["eval.every_steps=5", "data.held_out=0"], "eval.every_steps: 5 given"),
         (["reward.timeout_s=1000"], "reward.timeout_s: 1000.0 is not less than job.progress_limit_s"),
+        (
+            ["reward.function=rlhf.reward.gym:score"],
+            "reward.function: rlhf.reward.gym:score scores reasoning_gym",
+        ),
         (["name=a/b"], "name: 'a/b' given"),
         (["name=.hidden"], "name: '.hidden' given"),
     ],

@@ -25,16 +25,25 @@ def test_null_values_and_a_line_cut_short_are_left_out(tmp_path):
     assert read_metrics(path) == {"a": [(1, 1.0), (2, 3.0)], "b": [(2, 2.0)]}
 
 
-def test_only_outermost_phases_are_stacked_longest_first():
+def test_phases_that_hold_no_other_are_stacked_with_the_rest_of_the_step():
     series = {
-        "time/reward_s/mean": [(1, 1.0)],
-        "time/rollout_s/mean": [(1, 5.0)],
-        "time/rollout_s/max": [(1, 6.0)],
-        "time/rollout/generate_s/mean": [(1, 4.0)],
-        "time/step_s/mean": [(1, 9.0)],
+        "time/reward_s/mean": [(1, 1.0), (2, 1.0)],
+        "time/rollout_s/mean": [(1, 5.0), (2, 5.0)],
+        "time/rollout_s/max": [(1, 6.0), (2, 6.0)],
+        "time/rollout/generate_s/mean": [(1, 4.0), (2, 4.0)],
+        "time/training_s/mean": [(1, 2.0), (2, 2.0)],
+        "time/update/actor_s/mean": [(1, 1.5), (2, 1.5)],
+        "time/evaluate_s/mean": [(2, 7.0)],
+        "time/step_s/mean": [(1, 9.0), (2, 6.0)],
         "reward/mean": [(1, 0.5)],
     }
-    assert list(phase_seconds(series).items()) == [("rollout", [(1, 5.0)]), ("reward", [(1, 1.0)])]
+    assert list(phase_seconds(series).items()) == [
+        ("rollout/generate", [(1, 4.0), (2, 4.0)]),
+        ("evaluate", [(2, 7.0)]),
+        ("update/actor", [(1, 1.5), (2, 1.5)]),
+        ("reward", [(1, 1.0), (2, 1.0)]),
+        ("other", [(1, 2.5), (2, 0.0)]),  # overlapping phases may exceed the step, the rest is never negative
+    ]
 
 
 def test_smoothing_is_a_centred_mean():

@@ -17,9 +17,16 @@ def clock():
     return Clock()
 
 
+class Ticks:
+    """Stands for the progress clock."""
+
+    what = "start"
+    idle_s = 0.0
+
+
 @pytest.fixture
 def status(clock):
-    return Status(40, clock)
+    return Status(40, clock=clock)
 
 
 def test_the_first_step_shows_its_phase_and_how_long_it_has_lasted(status, clock):
@@ -28,24 +35,33 @@ def test_the_first_step_shows_its_phase_and_how_long_it_has_lasted(status, clock
     status.enter("rollout/generate")
     clock.now = 17
     assert status.line() == "step 1/40: rollout/generate 12 s"
-    status.tick("decoded 120 of 640 tokens")
-    assert status.line() == "step 1/40: rollout/generate 12 s, decoded 120 of 640 tokens"
 
 
-def test_after_a_minute_without_progress_it_says_what_it_waits_for(status, clock):
+def test_what_the_loops_tell_is_shown_beside_the_phase(clock):
+    ticks = Ticks()
+    status = Status(40, progress=ticks, clock=clock)
+    status.enter("rollout/generate")
+    ticks.what = "rollout"  # nothing new
+    assert status.line() == "step 1/40: rollout/generate 0 s"
+    ticks.what = "decoded 120 of 640 tokens"
+    assert status.line() == "step 1/40: rollout/generate 0 s, decoded 120 of 640 tokens"
+
+
+def test_after_a_minute_without_progress_it_says_what_it_waits_for(clock):
+    ticks = Ticks()
+    status = Status(40, progress=ticks, clock=clock)
     status.enter("experience")
-    status.tick("values of the critic, ranks 4..7")
-    clock.now = 59
+    ticks.what, ticks.idle_s, clock.now = "values of the critic, ranks 4..7", 59.0, 75
     assert "no progress" not in status.line()
-    clock.now = 75
+    ticks.idle_s = 60.0
     assert status.line() == (
-        "step 1/40: experience 1 min 15 s, no progress for 1 min 15 s; waits for values of the critic, ranks 4..7"
+        "step 1/40: experience 1 min 15 s, no progress for 1 min 0 s; waits for values of the critic, ranks 4..7"
     )
-    status.tick("values of the critic, ranks 4..7")
+    ticks.idle_s = 1.0
     assert "no progress" not in status.line()
 
 
-def test_without_ticks_it_waits_for_the_phase(status, clock):
+def test_without_a_progress_clock_it_waits_for_the_phase(status, clock):
     status.enter("sync")
     clock.now = 60
     assert status.line().endswith("no progress for 1 min 0 s; waits for sync")
