@@ -14,7 +14,7 @@ from pathlib import Path
 from rlhf.errors import ConfigError
 from rlhf.metrics.jsontext import strict_json
 
-USED = ("config.yaml", "metrics.jsonl", "summary.json", "samples.jsonl", "exit.json")
+JOB_FILES = {"logs", "heartbeat", "exit.json", "stop"}  # of the job that is running now; it tends them itself
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,19 +75,19 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config_yaml: str) -> "RunFolder":
-        """A fresh folder holding `config.yaml`. Rank 0 calls it, before any other file is put there.
+        """A folder for a new run, holding `config.yaml`. Rank 0 calls it, inside the job.
 
-        An earlier run's folder of the same name is moved aside to NAME.1, NAME.2, ..., with all that is in it.
+        What an earlier run of the same name left is moved to NAME.1, NAME.2, ..., but for the files that the job
+        itself keeps there: logs, marks and locks.
 
         Raises:
-            ConfigError: A run in that folder is still going on (this machine), or cannot be known to have ended
-                (another machine, no exit.json); or the folder cannot be made.
+            ConfigError: Another process of this machine is running in that folder, or the folder cannot be made.
         """
         folder = cls(path)
         try:
-            if any((path / name).exists() for name in USED):
+            if folder.config.exists():
                 folder._check_ended()
-                path.rename(_free_name(path))
+                folder._move_aside()
             for below in (path, folder.logs, folder.checkpoints):
                 below.mkdir(parents=True, exist_ok=True)
             folder._write("started.json", json.dumps(_this_process()) + "\n")
@@ -167,19 +167,23 @@ class RunFolder:
 
     def _check_ended(self) -> None:
         started = self.path / "started.json"
-        if self.exit.exists() or not started.exists():
+        if not started.exists():
             return
-        mark, here = json.loads(started.read_text(encoding="utf-8")), _this_process()
-        if mark["host"] != here["host"]:
-            raise ConfigError(
-                f"name: {self.path} belongs to a run started on {mark['host']} (process {mark['pid']}) that left no "
-                f"exit.json; needs another name, or, if it has ended, rm {started}"
-            )
-        if _alive(mark):
+        mark = json.loads(started.read_text(encoding="utf-8"))
+        if mark["host"] == socket.gethostname() and _alive(mark):
             raise ConfigError(
                 f"name: a run is going on in {self.path} (process {mark['pid']}); needs another name; set name=NAME, "
                 f"or stop that run with: touch {self.stop}"
             )
+
+    def _move_aside(self) -> None:
+        number = 1
+        while (aside := self.path.with_name(f"{self.path.name}.{number}")).exists():
+            number += 1
+        aside.mkdir()
+        for found in sorted(self.path.iterdir()):
+            if found.name not in JOB_FILES and not found.name.startswith("."):
+                found.rename(aside / found.name)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -190,13 +194,6 @@ def write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
-
-
-def _free_name(path: Path) -> Path:
-    number = 1
-    while (aside := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    return aside
 
 
 def _this_process() -> dict[str, str | int]:

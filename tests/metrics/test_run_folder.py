@@ -67,23 +67,34 @@ def test_samples_and_summary_are_valid_json(tmp_path):
     }
 
 
-def test_earlier_runs_are_moved_aside_whole(tmp_path):
+def test_what_an_earlier_run_left_is_moved_aside(tmp_path):
     for number in range(3):
         folder = RunFolder.create(tmp_path / "one", f"number: {number}\n")
-        folder.exit.write_text("{}")
         folder.metrics.write_text(f"{number}")
+        (folder.checkpoints / f"step_{number}").mkdir()
     assert {p.name: (p / "metrics.jsonl").read_text() for p in tmp_path.iterdir()} == {
         "one": "2",
         "one.1": "0",
         "one.2": "1",
     }
+    assert [p.name for p in (tmp_path / "one.2" / "checkpoints").iterdir()] == ["step_1"]
+    assert [p.name for p in folder.checkpoints.iterdir()] == ["step_2"]
 
 
-def test_a_folder_without_a_run_in_it_is_used_as_it_is(tmp_path):
-    (tmp_path / "one" / "logs").mkdir(parents=True)
-    (tmp_path / "one" / "logs" / "launch.log").write_text("x")
-    folder = RunFolder.create(tmp_path / "one", "")
-    assert (folder.logs / "launch.log").read_text() == "x"
+def test_the_files_of_the_running_job_stay_where_they_are(tmp_path):
+    RunFolder.create(tmp_path / "one", "")
+    folder = RunFolder(tmp_path / "one")
+    (folder.path / "heartbeat").mkdir()
+    for path in (folder.rank_log(0), folder.path / "heartbeat" / "rank_0.json", folder.path / ".launch_0.lock"):
+        path.write_text("now")
+    with folder.rank_log(1).open("w") as log:
+        RunFolder.create(tmp_path / "one", "")
+        log.write("written on")
+    assert folder.rank_log(1).read_text() == "written on"
+    assert folder.rank_log(0).read_text() == "now"
+    assert (folder.path / "heartbeat" / "rank_0.json").exists()
+    assert (folder.path / ".launch_0.lock").exists()
+    assert sorted(p.name for p in (tmp_path / "one.1").iterdir()) == ["checkpoints", "config.yaml", "started.json"]
 
 
 def test_a_run_that_is_going_on_is_not_touched(tmp_path):
@@ -101,16 +112,6 @@ def test_a_run_that_is_going_on_is_not_touched(tmp_path):
     # it has died without an exit.json, and its process is gone
     assert RunFolder.create(tmp_path / "one", "second: 1").config.read_text() == "second: 1"
     assert (tmp_path / "one.1" / "config.yaml").read_text() == "first: 1"
-
-
-def test_a_run_of_another_machine_without_an_end_is_not_touched(tmp_path):
-    folder = RunFolder.create(tmp_path / "one", "")
-    started = folder.path / "started.json"
-    started.write_text(json.dumps({**json.loads(started.read_text()), "host": "node17"}))
-    with pytest.raises(ConfigError, match=r"started on node17 .* rm .*started\.json"):
-        RunFolder.create(tmp_path / "one", "")
-    folder.exit.write_text("{}")
-    RunFolder.create(tmp_path / "one", "")
 
 
 def test_a_place_that_cannot_be_written_is_a_config_error(tmp_path):
