@@ -54,7 +54,7 @@ class RewardConfig:
     """The reward function and what happens when it fails."""
 
     function: str = "rlhf.reward.gym:score"
-    """Import path `package.module:function` of function(prompt_record, response_text) -> float or RewardResult."""
+    """`package.module:function` or `path/file.py:function`; (prompt_record, response_text) -> float or RewardResult."""
     timeout_s: float = 10.0
     """Longest time for one response, in seconds; a call that hangs, in C too, is ended."""
     workers: int = 1
@@ -67,4 +67,7 @@ class RewardConfig:
         at_least("reward.workers", self.workers, 1)
         one_of("reward.on_error", self.on_error, ("drop", "zero", "fail"))
         if ":" not in self.function:
-            raise ConfigError(f"reward.function: {self.function!r} given; needs package.module:function; change it")
+            raise ConfigError(
+                f"reward.function: {self.function!r} given; needs package.module:function or path/file.py:function; "
+                "change it"
+            )

@@ -52,11 +52,11 @@ class FileProblems:
         epoch, index = divmod(position, len(self.positions))
         if self.config.shuffle:
             index = permuted(index, len(self.positions), stable_hash("order", self.seed, epoch))
-        return self.encoder.encode(self._row(self.file.read(self.positions[index])))
+        return self._prompt(self.positions[index])
 
     def held_out(self) -> tuple[Prompt, ...]:
         """As Problems."""
-        return tuple(self.encoder.encode(self._row(self.file.read(position))) for position in self.held_positions)
+        return tuple(self._prompt(position) for position in self.held_positions)
 
     def report(self) -> DataReport:
         """As Problems."""
@@ -70,6 +70,15 @@ class FileProblems:
             repeats=self.repeats,
             examples=tuple(self.examples),
         )
+
+    def _prompt(self, position: int) -> Prompt:
+        try:
+            return self.encoder.encode(self._row(self.file.read(position)))
+        except (BadRowError, ValueError) as error:  # ValueError: of JSON and of UTF-8
+            raise DataError(
+                f"{self.config.path}: the row at byte {position} was good when the run began and is not now ({error}); "
+                "needs a file that stays as it is; start again"
+            ) from error
 
     def _row(self, entry: object) -> Row:
         row = row_of(entry, prompt_key=self.config.prompt_key, answer_key=self.config.answer_key)

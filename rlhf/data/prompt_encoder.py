@@ -26,7 +26,8 @@ class PromptEncoder:
         """Take the tokenizer and the data settings.
 
         Raises:
-            ConfigError: The settings ask for a chat template that the tokenizer has not, or a system prompt without.
+            ConfigError: The settings ask for a chat template that the tokenizer has not, for a system prompt without
+                one, or for one that the template refuses.
         """
         self.tokenizer, self.config = tokenizer, config
         if config.chat_template and not tokenizer.chat_template:
@@ -39,7 +40,15 @@ class PromptEncoder:
                 "data.system_prompt: given, but data.chat_template is false and plain text has no system message; "
                 "set data.system_prompt= to nothing, or data.chat_template=true"
             )
-        self.extra_tokens = len(self._token_ids(self.render("")))
+        try:
+            bare = self.render("")
+        except BadRowError as error:
+            raise ConfigError(
+                f"data.chat_template: {error} (asked for a plain question"
+                f"{' after data.system_prompt' if config.system_prompt else ''}); set data.system_prompt= to nothing, "
+                "or data.chat_template=false"
+            ) from error
+        self.extra_tokens = len(self._token_ids(bare)) + 1  # a sentencepiece tokenizer may put a blank in front
 
     def render(self, prompt: str | Messages) -> str:
         """The text that the model sees.
@@ -77,13 +86,14 @@ class PromptEncoder:
     def overlong(self, prompt: str | Messages) -> bool:
         """Whether the prompt has more than data.max_prompt_tokens tokens.
 
-        Text with fewer bytes than there is room for is not tokenised: no token spans less than a byte.
+        Plain ASCII with fewer characters than there is room for is not tokenised: no token spans less than one. (Other
+        text may grow when a tokenizer normalises it.)
 
         Raises:
             BadRowError: As of render.
         """
         limit = self.config.max_prompt_tokens
-        if isinstance(prompt, str) and len(prompt.encode(errors="replace")) + self.extra_tokens <= limit:
+        if isinstance(prompt, str) and prompt.isascii() and len(prompt) + self.extra_tokens <= limit:
             return False
         return len(self._token_ids(self.render(prompt))) > limit
 

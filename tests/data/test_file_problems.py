@@ -172,6 +172,24 @@ def test_a_template_that_is_not_there_is_refused_with_the_cure(tokenizer, tmp_pa
         opened(tokenizer, path, system_prompt="be brief")
 
 
+def test_a_template_that_refuses_the_system_prompt_is_refused_at_once(tmp_path):
+    tokenizer = byte_tokenizer(tmp_path / "t", chat=True)
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    tokenizer.chat_template = refusal + tokenizer.chat_template
+    path = write_jsonl(tmp_path / "a.jsonl", rows(2))
+    assert texts(opened(tokenizer, path, chat_template=True, shuffle=False), 1) == ["<user>question 0<assistant>"]
+    with pytest.raises(ConfigError, match=r"no system role .*set data\.system_prompt= to nothing"):
+        opened(tokenizer, path, chat_template=True, system_prompt="S")
+
+
+def test_a_file_that_changes_under_the_run_is_named(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", rows(3))
+    problems = opened(tokenizer, path, shuffle=False)
+    path.write_bytes(b"xx" + path.read_bytes())
+    with pytest.raises(DataError, match=r"a\.jsonl: the row at byte 0 was good when the run began"):
+        problems.train(0)
+
+
 def test_positions_hold_no_text(tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x" * 5000, "answer": str(i)} for i in range(50)])
     config = file_config(path, max_prompt_tokens=9000)

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import cache
 
 from rlhf.data.record import PromptRecord, RewardResult
 
@@ -19,9 +21,34 @@ def act(record: PromptRecord, text: str) -> object:
     return ACTIONS[verb](record, rest) if verb in ACTIONS else float(text)
 
 
+class Shuffled:
+    """Gives each response the true score of some other response: the same scores, tied to nothing."""
+
+    def __init__(self, score: Callable[[PromptRecord, str], float], *, pool: int = 64) -> None:
+        self.score, self.pool, self.random, self.held = score, pool, random.Random(0), []
+
+    def __call__(self, record: PromptRecord, text: str) -> float:
+        """Put this score into the pool and take an older one out."""
+        mine = self.score(record, text)
+        if len(self.held) < self.pool:
+            older = self.random.choice(self.held) if self.held else 0.0
+            self.held.append(mine)
+            return older
+        at = self.random.randrange(self.pool)
+        older, self.held[at] = self.held[at], mine
+        return older
+
+
 def shuffled(record: PromptRecord, text: str) -> float:
-    """A score that knows neither prompt nor response."""
-    return float(random.random() < 0.5)
+    """reasoning_gym's score of another response."""
+    return _shuffled_gym()(record, text)
+
+
+@cache
+def _shuffled_gym() -> Shuffled:
+    from rlhf.reward import gym  # takes a second, which the other functions need not wait for
+
+    return Shuffled(gym.score)
 
 
 def _raise(record, rest):
