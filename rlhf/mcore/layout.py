@@ -5,6 +5,8 @@ linear_qkv is, for each of the rank's KV heads, the query heads that share it, t
 is the rank's slice of gate above its slice of up.
 """
 
+from functools import cache
+
 from torch import Tensor
 
 from rlhf.config.parallel import ParallelConfig
@@ -142,13 +144,17 @@ def megatron_layout(spec: ModelSpec, parallel: ParallelConfig, *, head: Head, dt
     check_layout(spec, parallel, where="parallel")
     grid = model_grid(parallel)
 
-    def holdings(rank: int) -> tuple[ParamLayout, ...]:
-        at = grid.coords(rank)
+    @cache
+    def shard(tp_rank: int, stage: int) -> tuple[ParamLayout, ...]:
         return tuple(
             piece
-            for tensor, param in _stage_params(spec, parallel, head, at["pp"])
-            for piece in _held(spec, tensor, param, parallel.tp, at["tp"])
+            for tensor, param in _stage_params(spec, parallel, head, stage)
+            for piece in _held(spec, tensor, param, parallel.tp, tp_rank)
         )
+
+    def holdings(rank: int) -> tuple[ParamLayout, ...]:
+        at = grid.coords(rank)
+        return shard(at["tp"], at["pp"])
 
     return ModelLayout(
         tensors={tensor.name: tensor.shape for tensor in logical_tensors(spec, head=head)},

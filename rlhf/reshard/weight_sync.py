@@ -31,7 +31,7 @@ class ReshardStats:
     bound: int
     """The least number of bytes that must pass between ranks."""
     seconds: float
-    """On this rank."""
+    """From this rank's call until all ranks were done."""
 
     @property
     def moved(self) -> int:
@@ -139,12 +139,12 @@ class _Route:
             staging=self._staging,
             device=self._device,
         )
-        seconds = time.perf_counter() - start
         received = {link: count - before[link] for link, count in self._transport.traffic.received.items()}
         received[Link.SAME_RANK] = sum(m.box.num_elements for m in self._part.copies) * self._plan.src.item_bytes
         totals = torch.tensor([received[link] for link in Link], dtype=torch.int64, device=self._device)
         dist.all_reduce(totals, group=self._group)
-        return ReshardStats(dict(zip(Link, totals.tolist(), strict=True)), self._bound, seconds)
+        counted = dict(zip(Link, totals.tolist(), strict=True))
+        return ReshardStats(counted, self._bound, time.perf_counter() - start)
 
     def _compare_ends(self) -> None:
         """Raise WeightSyncError unless both ends of every pair of ranks have the same messages in mind."""

@@ -10,6 +10,7 @@ from rlhf.dist.groups import GroupFactory
 from rlhf.errors import LayoutError, WeightSyncError
 from rlhf.reshard.layout import ModelLayout
 from rlhf.reshard.topology import Link, Topology
+from rlhf.reshard.transport import GroupTransport, Parcel
 from rlhf.reshard.weight_sync import WeightSync
 from tests.harness.ranks import run_ranks
 from tests.reshard.toy import Toy, brute_force_bound, empty_params, engine, filled_params, full_tensors, source
@@ -69,6 +70,23 @@ def several_pools(world: int) -> None:
         for bucket in (64, 1 << 20):
             three_syncs(src, dst, topology, factory, bucket)
     refusals(world, factory)
+    ring(world, factory)
+
+
+def ring(world: int, factory: GroupFactory) -> None:
+    """Each rank sends two parcels to the next; one by one as over gloo, and fused as over NCCL."""
+    rank, topology = dist.get_rank(), Topology.blocks(world, ranks_per_node=2)
+    for fused in (False, True):
+        transport = GroupTransport(factory.cpu_group([tuple(range(world))]), topology)
+        transport._batched = fused
+        landing = [torch.zeros(3), torch.zeros(5)]
+        before, after = (rank - 1) % world, (rank + 1) % world
+        sends = (Parcel(after, torch.full((size,), float(10 * rank + size))) for size in (3, 5))
+        transport.post([Parcel(before, data) for data in landing], sends).wait()
+        assert [data.tolist() for data in landing] == [[10.0 * before + size] * size for size in (3, 5)]
+        near, far = (Link.SAME_NODE, Link.ACROSS_NODES) if rank % 2 else (Link.ACROSS_NODES, Link.SAME_NODE)
+        assert transport.traffic.received[near] == transport.traffic.sent[far] == 4 * (3 + 5)
+        assert transport.traffic.received[far] == transport.traffic.sent[near] == 0
 
 
 def refusals(world: int, factory: GroupFactory) -> None:
