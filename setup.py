@@ -13,6 +13,7 @@ CORE = [
     "packaging",
     "transformers",
     "tokenizers",
+    "huggingface-hub",
     "safetensors",
     "sentencepiece",
     "jinja2",

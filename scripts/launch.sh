@@ -93,7 +93,7 @@ while kill -0 "$torchrun" 2>/dev/null; do
     [[ -z $signal || -n $deadline ]] || forward "$signal"
     sleep 0.5 &
     wait $! || true # a trapped signal ends it at once
-    [[ -z $deadline && -e $run_folder/exit.json ]] && deadline=$((SECONDS + 45))
+    [[ -z $deadline && -e $run_folder/exit.json ]] && deadline=$((SECONDS + 40))
     [[ -n $deadline ]] && ((SECONDS > deadline)) && kill -KILL "$torchrun" 2>/dev/null
 done
 wait "$torchrun" && code=0 || code=$?

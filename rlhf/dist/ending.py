@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import NoReturn
 import psutil
 
 from rlhf.dist.exit_record import ExitCode, ExitRecord, claim, exit_path, failure_path, read_record, write_over
-from rlhf.dist.heartbeat import FAILED, TERMINATED, Beat, Heart
+from rlhf.dist.heartbeat import FAILED, TERMINATED, Beat, Heart, process_state
 from rlhf.dist.rank_logs import RankLogs
 from rlhf.dist.watchdog import Blame, PeerView, dead_peer
 from rlhf.errors import CheckpointError, ConfigError, DataError, LayoutError
@@ -61,8 +62,9 @@ class Ending:
         """The watchdog found a rank that is lost or hangs; called on its thread."""
         self._logs.write("---- every thread of this rank ----")
         self._logs.dump_stacks()
-        stacks = _main_stack() if blame.beat.rank == self._heart.last.rank else ""
-        self._fail(self._blaming(blame), f"{stacks}{blame.reason}\n")
+        own, blamed = self._heart.last, blame.beat
+        stacks = _main_stack() if blamed.rank == own.rank else ""
+        self._fail(self._blaming(blame), f"{stacks}{blame.reason}\n", kills=blamed if blame.silent else None)
 
     def terminated(self) -> NoReturn:
         """SIGTERM came: from the launcher because another rank failed, or because somebody ends the job."""
@@ -100,9 +102,11 @@ class Ending:
             phase=beat.phase,
         )
 
-    def _fail(self, record: ExitRecord, text: str) -> NoReturn:
+    def _fail(self, record: ExitRecord, text: str, *, kills: Beat | None = None) -> NoReturn:
         self._leaving.acquire()
         self._announce(record, text)
+        if kills is not None and kills.host == self._heart.last.host and process_state(kills) != "dead":
+            os.kill(kills.pid, signal.SIGKILL)  # torchrun would wait 30 s for a stopped process to hear SIGTERM
         self._heart.beat(FAILED)
         end_children()
         os._exit(record.code)

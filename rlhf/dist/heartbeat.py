@@ -97,7 +97,7 @@ def main_thread_place() -> tuple[str, bool, bool]:
         file = frame.f_code.co_filename
         collective |= file.endswith(_COLLECTIVES)
         debugged |= file.endswith(("bdb.py", "pydevd.py"))
-        if not place and f"{os.sep}torch{os.sep}" not in file and not file.startswith("<frozen"):
+        if not place and f"{os.sep}torch{os.sep}" not in file and file != __file__:
             short = os.sep.join(file.split(os.sep)[-3:])
             place = f"{short}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back

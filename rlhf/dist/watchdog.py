@@ -51,6 +51,8 @@ class Blame:
 
     beat: Beat
     reason: str
+    silent: bool = False
+    """It does not beat: its process is stopped, or in a state in which it hears no signal."""
 
 
 def dead_peer(peers: Iterable[PeerView]) -> Blame | None:
@@ -75,6 +77,7 @@ def silent_peer(peers: Iterable[PeerView], limits: Limits) -> Blame | None:
     return Blame(
         beat=worst.beat,
         reason=f"{worst.beat.title} has not moved for {worst.silent_s:.0f} s; it was {worst.beat.doing}{stopped}",
+        silent=True,
     )
 
 

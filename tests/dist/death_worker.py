@@ -4,6 +4,7 @@ RLHF_TEST_MODE=hang scripts/launch.sh --module tests.dist.death_worker CONFIG
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import torch.multiprocessing as mp
 
 from rlhf.config.load import load_config
 from rlhf.dist.job import Ranks, job
+from rlhf.errors import DataError
 
 
 def work(ranks: Ranks) -> None:
@@ -60,6 +62,17 @@ def hang_on_rank_1(ranks: Ranks) -> None:
     if ranks.rank == 1:
         time.sleep(600)
     dist.barrier(everyone)
+
+
+def bad_data(ranks: Ranks) -> None:
+    """What a loader does with a broken file."""
+    raise DataError("rows.jsonl:3: not JSON; needs one object a line; mend the line")
+
+
+def crash_in_c(ranks: Ranks) -> None:
+    """A segmentation fault, with words that C code printed before it."""
+    os.write(2, b"free(): invalid pointer\n")
+    os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def main() -> None:
