@@ -118,7 +118,7 @@ class PlainDisplay:
 
     def note(self, text: str) -> None:
         """Print a message."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Print a step's line."""
@@ -179,7 +179,7 @@ class LiveDisplay:
 
     def note(self, text: str) -> None:
         """Print a message above the table."""
-        self._console.print(text, markup=False, highlight=False)
+        self._console.print(text, markup=False, emoji=False, highlight=False)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add a step to the table."""

@@ -83,14 +83,14 @@ def test_the_terminal_is_left_clean_when_the_run_fails():
 
     def run() -> None:
         with display:
-            display.note("loaded [bold]7[/bold] tensors")
+            display.note("loaded [bold]7[/bold] :tensors: :smile:")
             display.write(1, STEP)
             raise KeyError
 
     with pytest.raises(KeyError):
         run()
     written = console.file.getvalue()
-    assert "loaded [bold]7[/bold] tensors" in written  # shown as it is, not as markup
+    assert "loaded [bold]7[/bold] :tensors: :smile:" in written  # shown as it is, not as markup
     assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")  # cursor shown after it was hidden
     last = written.splitlines()[-2:]
     assert "1/40" in last[0]  # the table stays, the status line does not
