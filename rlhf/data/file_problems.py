@@ -113,7 +113,7 @@ class FileProblems:
         return positions, keys
 
     def _set_apart(self, positions: array, keys: array) -> tuple[array, array, int]:
-        first = {}
+        first: dict[int, int] = {}
         for position, key in zip(positions, keys, strict=True):
             first.setdefault(key, position)
         held = self.config.held_out

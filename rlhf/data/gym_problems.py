@@ -2,6 +2,7 @@
 
 import difflib
 
+from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS, create_dataset
 
 from rlhf.config.data import DataConfig
@@ -41,7 +42,7 @@ class GymProblems:
         self.bad = self.overlong = self.repeats = 0
         self.examples: list[str] = []
         check_task(config)
-        self.streams: dict[int, object] = {}
+        self.streams: dict[int, ProceduralDataset] = {}
         self.held_keys: set[int] = set()
         self.held_prompts = self._draw_held_out()
         self.train(0)
@@ -80,7 +81,7 @@ class GymProblems:
             examples=tuple(self.examples),
         )
 
-    def _stream(self, attempt: int) -> object:
+    def _stream(self, attempt: int) -> ProceduralDataset:
         # Problem i of seed s is problem 0 of seed s + i, so seeds must be far apart: hashes are.
         if attempt not in self.streams:
             seed = stable_hash("train", self.seed, attempt) >> 8

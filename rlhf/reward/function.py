@@ -153,6 +153,7 @@ class RewardFunction:
                 process.restart()
             return
         row = process.row
+        assert row is not None, "a ready process without a row is not waited for"
         try:
             outcome = process.receive()
         except EOFError:
@@ -174,7 +175,7 @@ class RewardFunction:
         if word is None:
             return f"not loaded within {START_LIMIT_S:g} s" if time.monotonic() >= process.deadline else ""
         if word[0] == "failed":
-            return word[1]
+            return str(word[1])
         process.ready, self.failed_starts = True, 0
         return ""
 

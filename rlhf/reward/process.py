@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from rlhf.config.data import RewardConfig
 from rlhf.reward.wire import Inbox, packed
@@ -60,7 +61,7 @@ class RewardProcess:
         self.end()
         self._start()
 
-    def submit(self, row: int, message: tuple) -> None:
+    def submit(self, row: int, message: tuple[Any, ...]) -> None:
         """Hand out a row; its time begins now."""
         self.row, self.outbox = row, memoryview(packed(message))
         self.deadline = time.monotonic() + self.config.timeout_s + GRACE_S
@@ -74,7 +75,7 @@ class RewardProcess:
         except (BrokenPipeError, ConnectionResetError):
             self.outbox = memoryview(b"")
 
-    def receive(self) -> object | None:
+    def receive(self) -> tuple[Any, ...] | None:
         """The next message, or None when there is none yet.
 
         Raises:

@@ -1,12 +1,13 @@
-"""Messages between a rank and its reward processes: a length, then a pickle, over a socket pair."""
+"""Messages between a rank and its reward processes: a length, then a pickled tuple, over a socket pair."""
 
 import pickle
 import struct
+from typing import Any
 
 HEADER = struct.Struct("<I")
 
 
-def packed(message: object) -> bytes:
+def packed(message: tuple[Any, ...]) -> bytes:
     """A message as it travels."""
     body = pickle.dumps(message)
     return HEADER.pack(len(body)) + body
@@ -22,7 +23,7 @@ class Inbox:
         """Take bytes that were read."""
         self.buffer += data
 
-    def take(self) -> object | None:
+    def take(self) -> tuple[Any, ...] | None:
         """The next whole message (never None itself), or None while it is incomplete."""
         if len(self.buffer) < HEADER.size:
             return None
@@ -31,4 +32,5 @@ class Inbox:
             return None
         body = bytes(self.buffer[HEADER.size : end])
         del self.buffer[:end]
-        return pickle.loads(body)
+        message: tuple[Any, ...] = pickle.loads(body)
+        return message

@@ -15,7 +15,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rlhf.data.record import PromptRecord, RewardResult
 from rlhf.reward.wire import Inbox, packed
@@ -91,6 +91,8 @@ def load_function(location: str) -> Callable[..., object]:
         if not path.is_file():
             raise ImportError(f"no file {place}")
         spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None, f"{path} ends with .py"
+        assert spec.loader is not None, f"{path} ends with .py"
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module  # dataclasses and pickle look their module up
         spec.loader.exec_module(module)
@@ -102,7 +104,7 @@ def load_function(location: str) -> Callable[..., object]:
     return function
 
 
-def guarded(call: Callable[..., object], message: tuple) -> Outcome:
+def guarded(call: Callable[..., object], message: tuple[Any, ...]) -> Outcome:
     """One call, whatever it raises or returns."""
     text, answer, entry, response = message
     try:
@@ -125,14 +127,16 @@ def failure(error: BaseException) -> Outcome:
 
 def checked(value: object) -> Outcome:
     """A returned value as score and parts, or the reason why it is none."""
-    parts: tuple[tuple[str, float], ...] = ()
+    score, parts = value, tuple[tuple[str, float], ...]()
     if isinstance(value, RewardResult):
         if value.error:
             return 0.0, (), str(value.error)
-        value, parts = value.score, tuple((str(name), part) for name, part in value.parts)
-    for name, number in (("score", value), *parts):
+        score, parts = value.score, tuple(value.parts)
+    numbered: list[float] = []
+    for name, number in (("score", score), *parts):
         if not isinstance(number, numbers.Real):
             return 0.0, (), f"{name} is a {type(number).__name__} ({number!r:.60}); needs a number or a RewardResult"
-        if not math.isfinite(number) or abs(number) > LARGEST_SCORE:
+        if not math.isfinite(number) or abs(float(number)) > LARGEST_SCORE:
             return 0.0, (), f"{name} is {float(number)}; needs a finite float32 number"
-    return float(value), tuple((name, float(part)) for name, part in parts), ""
+        numbered.append(float(number))
+    return numbered[0], tuple((str(name), part) for (name, _), part in zip(parts, numbered[1:], strict=True)), ""
