@@ -56,7 +56,7 @@ export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 checked="$("$python" -m rlhf.dist.preflight --nproc "$nproc" --nnodes "$nnodes" "$@")" || exit $?
 { read -r world_size && read -r run_folder; } <<<"$checked"
 
-exec 9>"$run_folder/.launch_$node_rank.lock"
+exec 9>"$run_folder/logs/.launch_$node_rank.lock"
 flock -n 9 || bad_usage "$run_folder: another job is at work in it; needs one at a time; set name=OTHER"
 if ((node_rank == 0)); then # what the last job in this folder left about its end
     clear='import sys, pathlib; from rlhf.dist.exit_record import clear_marks; clear_marks(pathlib.Path(sys.argv[1]))'

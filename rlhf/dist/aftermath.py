@@ -82,7 +82,7 @@ def tail(path: Path, lines: int) -> str:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 20000))
         text = file.read().decode(errors="replace")
-    own = text.rpartition("\n==== rank ")[2]  # earlier jobs in the folder wrote above
+    own = text[max(0, text.rfind("\n==== rank ")) :].lstrip("\n")  # earlier jobs in the folder wrote above
     return "".join(f"  | {line}\n" for line in own.splitlines()[-lines:])
 
 

@@ -66,6 +66,17 @@ class Ending:
         stacks = _main_stack() if blamed.rank == own.rank else ""
         self._fail(self._blaming(blame), f"{stacks}{blame.reason}\n", kills=blamed if blame.silent else None)
 
+    def followed(self) -> NoReturn:
+        """Another rank has ended the job, and nobody has ended this one; called on the watchdog's thread."""
+        record = read_record(exit_path(self._run_folder))
+        why = "unknown" if record is None else record.reason
+        own = self._heart.last
+        reason = f"another rank had ended the job: {why}"
+        self._fail(
+            ExitRecord(code=ExitCode.RANK_FAILED, reason=reason, rank=own.rank, reporter=own.rank, phase=own.phase),
+            reason,
+        )
+
     def terminated(self) -> NoReturn:
         """SIGTERM came: from the launcher because another rank failed, or because somebody ends the job."""
         self._leaving.acquire()
@@ -105,7 +116,7 @@ class Ending:
     def _fail(self, record: ExitRecord, text: str, *, kills: Beat | None = None) -> NoReturn:
         self._leaving.acquire()
         self._announce(record, text)
-        if kills is not None and kills.host == self._heart.last.host and process_state(kills) != "dead":
+        if kills is not None and process_state(kills) in ("running", "stopped"):
             os.kill(kills.pid, signal.SIGKILL)  # torchrun would wait 30 s for a stopped process to hear SIGTERM
         self._heart.beat(FAILED)
         end_children()

@@ -5,10 +5,12 @@ Ticks are counted apart: a rank that beats without ticking is alive but hangs.
 """
 
 import json
+import linecache
 import os
 import sys
 import threading
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -25,6 +27,8 @@ class Beat:
 
     rank: int
     host: str
+    machine: str
+    """Where pid is valid: tells hosts, and containers on one host, apart even when their names are equal."""
     pid: int
     started: float
     """Start of the process, in seconds since the epoch: tells it from a later one with the same pid."""
@@ -55,6 +59,13 @@ class Beat:
         return f"in phase {self.phase}" + (f" at {self.where}" if self.where else "")
 
 
+@cache
+def this_machine() -> str:
+    """The running kernel and the namespace of process ids in it."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
 def beat_path(run_folder: Path, rank: int) -> Path:
     """File of a rank's beats."""
     return run_folder / "heartbeat" / f"rank_{rank}.json"
@@ -76,7 +87,9 @@ def read_beats(run_folder: Path) -> list[Beat]:
 
 
 def process_state(beat: Beat) -> str:
-    """Of the beat's process, asked on its host: running, stopped or dead."""
+    """Of the beat's process: running, stopped or dead; unknown when it lives on another machine."""
+    if beat.machine != this_machine():
+        return "unknown"
     try:
         process = psutil.Process(beat.pid)
         if abs(process.create_time() - beat.started) > 2.0:  # the pid belongs to somebody else by now
@@ -90,7 +103,11 @@ def process_state(beat: Beat) -> str:
 
 
 def main_thread_place() -> tuple[str, bool, bool]:
-    """Line the main thread is at, whether it is inside a collective, and whether a debugger holds it."""
+    """Line the main thread is at, whether it waits for other ranks, and whether a debugger holds it.
+
+    It waits when it is inside a function of torch.distributed, or at a line that calls some `.wait(`: that of a posted
+    transfer is C code and has no frame of its own.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     place, collective, debugged = "", False, False
     while frame is not None:
@@ -99,6 +116,7 @@ def main_thread_place() -> tuple[str, bool, bool]:
         debugged |= file.endswith(("bdb.py", "pydevd.py"))
         if not place and f"{os.sep}torch{os.sep}" not in file and file != __file__:
             short = os.sep.join(file.split(os.sep)[-3:])
+            collective |= ".wait(" in linecache.getline(file, frame.f_lineno)
             place = f"{short}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return place, collective, debugged
@@ -113,7 +131,13 @@ class Heart:
         self._process = psutil.Process()
         self._clock = clock
         self._lock = threading.RLock()
-        self.last = Beat(rank=rank, host=host, pid=self._process.pid, started=self._process.create_time())
+        self.last = Beat(
+            rank=rank,
+            host=host,
+            machine=this_machine(),
+            pid=self._process.pid,
+            started=self._process.create_time(),
+        )
 
     def beat(self, state: str | None = None) -> Beat:
         """Write one beat and return it; a state given once stays."""

@@ -152,6 +152,7 @@ class job:  # noqa: N801  # reads as `with job(config) as ranks`
             watched=place.watched,
             limits=limits,
             on_blame=lambda blame: self._ending.blamed(blame),
+            on_ended=lambda: self._ending.followed(),
         )
         self._ending = Ending(
             self._run_folder,

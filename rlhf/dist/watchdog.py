@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf.dist.exit_record import exit_path
 from rlhf.dist.heartbeat import RUNNING, Beat, Heart, beat_path, process_state, read_beat
 from rlhf.dist.progress_clock import ProgressClock
+
+ENDED_GRACE_S = 10.0  # torchrun ends the ranks of its own host sooner; this is for other hosts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +40,7 @@ class PeerView:
     silent_s: float
     """Seconds, on this rank's clock, since its beat last changed."""
     process: str
-    """running, stopped or dead; unknown on another host."""
+    """running, stopped or dead; unknown on another machine."""
 
     @property
     def idle_s(self) -> float:
@@ -116,7 +119,20 @@ class Watchdog:
         watched: Iterable[int],
         limits: Limits,
         on_blame: Callable[[Blame], None],
+        on_ended: Callable[[], None],
     ) -> None:
+        """`on_blame` and `on_ended` are called on the thread and do not return in a real job.
+
+        Args:
+            run_folder: Where beats and the exit record lie.
+            heart: Writes this rank's beats.
+            clock: This rank's progress.
+            watched: Ranks to watch.
+            limits: When a rank counts as lost.
+            on_blame: A rank is lost or hangs.
+            on_ended: Another rank ended the job a while ago (its exit record says how), but this one still runs.
+        """
+        self._ended, self._on_ended, self._ended_since = exit_path(run_folder), on_ended, 0.0
         self._paths = {rank: beat_path(run_folder, rank) for rank in watched}
         self._heart, self._clock, self._limits, self._on_blame = heart, clock, limits, on_blame
         self._changed: dict[int, tuple[int, float]] = {}
@@ -142,8 +158,7 @@ class Watchdog:
         before = read_beat(self._paths[rank])
         if before is None:
             return None
-        near = before.host == self._heart.last.host
-        process = process_state(before) if near else "unknown"
+        process = process_state(before)
         beat = read_beat(self._paths[rank]) or before  # read after the process was seen: its goodbye is not missed
         number, since = self._changed.get(rank, (-1, now))
         if number != beat.number:
@@ -158,12 +173,17 @@ class Watchdog:
                 self._clock.excuse(now - last)
                 self._changed.clear()
             last = now
-            blame = self._judge()
-            if blame is not None and not self._quit.is_set():
+            own = self._heart.beat()
+            if own.state != RUNNING or self._quit.is_set():
+                continue
+            blame = self._judge(own)
+            if blame is not None:
                 self._on_blame(blame)
+            if self._ended.exists():
+                self._ended_since = self._ended_since or now
+                if now - self._ended_since > ENDED_GRACE_S:
+                    self._on_ended()
 
-    def _judge(self) -> Blame | None:
-        own, peers = self._heart.beat(), self.peers()
-        if own.state != RUNNING:
-            return None
+    def _judge(self, own: Beat) -> Blame | None:
+        peers = self.peers()
         return dead_peer(peers) or silent_peer(peers, self._limits) or hung_rank(own, peers, self._limits)

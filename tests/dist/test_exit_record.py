@@ -11,7 +11,7 @@ import pytest
 
 from rlhf.dist.aftermath import completed_record, processes_of, sweep, verdict
 from rlhf.dist.exit_record import ExitCode, ExitRecord, claim, clear_marks, exit_path, read_record
-from rlhf.dist.heartbeat import FINISHED, Beat
+from rlhf.dist.heartbeat import FINISHED, Beat, this_machine
 from rlhf.dist.preflight import main as preflight
 from tests.scripts.launched import CONFIG
 
@@ -19,7 +19,10 @@ LOG = Path("launcher.log")
 
 
 def beat(rank: int, state: str = "running") -> Beat:
-    return Beat(rank=rank, host="here", pid=2**22 + 5, started=1.0, phase="rollout", state=state)  # no such process
+    # no such process
+    return Beat(
+        rank=rank, host="here", machine=this_machine(), pid=2**22 + 5, started=1.0, phase="rollout", state=state
+    )
 
 
 def complete(folder: Path, *, beats: list[Beat], torchrun_code: int, signal: str = "") -> ExitRecord:

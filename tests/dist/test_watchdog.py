@@ -1,12 +1,24 @@
 """Who is blamed: pure judgements on hand-made beats."""
 
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from rlhf.dist.heartbeat import FINISHED, TERMINATED, Beat, Heart, process_state, read_beat, read_beats
+from rlhf.dist.exit_record import ExitRecord, claim
+from rlhf.dist.heartbeat import (
+    FINISHED,
+    TERMINATED,
+    Beat,
+    Heart,
+    main_thread_place,
+    process_state,
+    read_beat,
+    read_beats,
+)
 from rlhf.dist.progress_clock import ProgressClock
 from rlhf.dist.watchdog import Blame, Limits, PeerView, Watchdog, dead_peer, hung_rank, silent_peer
 
@@ -14,7 +26,9 @@ LIMITS = Limits(alive_s=30.0, progress_s=100.0)
 
 
 def beat(rank: int, **changes: object) -> Beat:
-    plain = Beat(rank=rank, host="here", pid=1000 + rank, started=1.0, phase="update", where="loop.py:7 step")
+    plain = Beat(
+        rank=rank, host="here", machine="m", pid=1000 + rank, started=1.0, phase="update", where="loop.py:7 step"
+    )
     return replace(plain, **changes)
 
 
@@ -78,6 +92,7 @@ def test_a_beat_reads_back_and_the_process_is_known_by_its_start(tmp_path: Path)
     assert "test_watchdog.py" in written.where
     assert process_state(written) == "running"
     assert process_state(replace(written, started=written.started - 10)) == "dead"  # the pid was given to another
+    assert process_state(replace(written, machine="another")) == "unknown"
     assert heart.beat(FINISHED).state == heart.beat().state == FINISHED
 
 
@@ -110,6 +125,7 @@ def test_the_thread_finds_a_peer_whose_beat_stands_still(tmp_path: Path) -> None
         watched=[1],
         limits=Limits(alive_s=0.6, progress_s=1000.0),
         on_blame=found.append,
+        on_ended=lambda: None,
     )
     watchdog.start()
     until = time.monotonic() + 30
@@ -118,3 +134,44 @@ def test_the_thread_finds_a_peer_whose_beat_stands_still(tmp_path: Path) -> None
     watchdog.close()
     blame: Blame = found[0]
     assert (blame.beat.rank, blame.silent) == (1, True)
+
+
+def test_a_rank_that_outlives_the_job_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf.dist.watchdog.ENDED_GRACE_S", 0.1)
+    clock, told = ProgressClock(), []
+    claim(tmp_path, ExitRecord(code=3, reason="rank 7 of another host broke", rank=7))
+    watchdog = Watchdog(
+        tmp_path,
+        heart=Heart(tmp_path, rank=0, host="here", clock=clock),
+        clock=clock,
+        watched=[],
+        limits=Limits(alive_s=0.6, progress_s=1000.0),
+        on_blame=lambda blame: None,
+        on_ended=lambda: told.append(True),
+    )
+    watchdog.start()
+    until = time.monotonic() + 30
+    while not told and time.monotonic() < until:
+        time.sleep(0.05)
+    watchdog.close()
+    assert told
+
+
+def test_a_line_that_waits_for_a_transfer_is_known_to_wait() -> None:
+    lock, places = threading.Lock(), []
+    transfer = SimpleNamespace(wait=lock.acquire)  # C code, as the wait of a posted transfer
+    lock.acquire()
+
+    def look() -> None:
+        time.sleep(0.3)
+        places.append(main_thread_place())
+        lock.release()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    transfer.wait()
+    thread.join()
+    where, waits, debugged = places[0]
+    assert waits
+    assert not debugged
+    assert "test_a_line_that_waits" in where

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,25 @@ def test_a_second_job_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     assert "another job is at work in it" in second.stderr
     (job.run_folder / "stop").touch()
     assert job.end()[0] == 75
+
+
+def test_two_hosts_are_one_job(tmp_path: Path) -> None:
+    config = tmp_path / "death.yaml"
+    config.write_text(CONFIG.format(nproc=2, folder=tmp_path))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    where = ["--rendezvous", f"127.0.0.1:{port}", "--module", "tests.dist.death_worker"]
+    hosts = [
+        subprocess.Popen(
+            ["scripts/launch.sh", "--nnodes", "2", "--node-rank", str(host), *where, str(config)],
+            cwd=REPO,
+            env={**os.environ, "RLHF_PYTHON": sys.executable, "RLHF_TEST_MODE": "finish"},
+        )
+        for host in range(2)
+    ]
+    assert [host.wait(timeout=120) for host in hosts] == [0, 0]
+    assert "hello of rank 1" in (tmp_path / "runs/death/logs/rank_1.log").read_text()
 
 
 def test_a_wrong_number_of_ranks_starts_nothing(tmp_path: Path) -> None:
