@@ -1,0 +1,78 @@
+"""A language model in its role: log-probs of responses, and updates when it is the actor."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from rlhf.data.batch import PolicyRows, Sequences, TokenScores
+from rlhf.mcore.groups import ModelGroups
+from rlhf.mcore.model import MegatronModel
+from rlhf.mcore.optimizer import Optimizer
+from rlhf.mcore.score import score_logprobs
+from rlhf.models.calls import Deal, PendingAnswer, PendingRows, RoleCalls
+from rlhf.models.minibatches import Cut, LossMaker, UpdateReport, run_minibatches
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """Actor or reference. Its methods are called on every rank of the job, in the same order."""
+
+    name: str
+    groups: ModelGroups
+    model: MegatronModel | None
+    """None on ranks outside the pool."""
+    optimizer: Optimizer | None
+    """None for a frozen policy, and outside the pool."""
+    calls: RoleCalls
+    temperature: float
+    """Of the sampling distribution: log-probs are those of softmax(logits / temperature)."""
+    microbatch_tokens: int
+    phase: Callable[[str], AbstractContextManager[None]]
+    """Times a named block on this rank."""
+
+    def logprobs(self, sequences: Sequences, *, owners: tuple[int, ...]) -> PendingRows[TokenScores]:
+        """Log-probs of the responses; `collect` gives each owner those of its rows.
+
+        `owners[i]` is the rank that holds row i of the global batch; each rank brings its own rows in ascending i.
+        """
+        deal = Deal(tuple(range(len(owners))), self.groups.grid)
+        return self.calls.dispatch_rows(deal, self._logprobs, sequences, owners=owners, result=TokenScores)
+
+    def update(
+        self,
+        rows: PolicyRows,
+        make_loss: LossMaker[PolicyRows],
+        *,
+        order: tuple[int, ...],
+        cut: Cut,
+        owners: tuple[int, ...],
+    ) -> PendingAnswer[UpdateReport]:
+        """Train on a global batch whose rows are taken in the given order; the report is known on the pool's ranks."""
+
+        def run(dealt: PolicyRows) -> UpdateReport:
+            assert self.model is not None, f"{self.name} has no model on this rank"
+            assert self.optimizer is not None, f"{self.name} is frozen"
+            with self.phase(f"update/{self.name}"):
+                return run_minibatches(
+                    self.model,
+                    self.optimizer,
+                    dealt,
+                    make_loss,
+                    cut=cut,
+                    microbatch_tokens=self.microbatch_tokens,
+                    temperature=self.temperature,
+                )
+
+        return self.calls.dispatch(Deal(order, self.groups.grid), run, rows, owners=owners)
+
+    def _logprobs(self, rows: Sequences) -> TokenScores:
+        assert self.model is not None, f"{self.name} has no model on this rank"
+        with self.phase(f"score/{self.name}"):
+            scored = score_logprobs(
+                self.model,
+                rows,
+                microbatch_tokens=self.microbatch_tokens,
+                temperature=self.temperature,
+                with_entropy=False,
+            )
+        return TokenScores.empty() if scored is None else TokenScores(scored[0])
