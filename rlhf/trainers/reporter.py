@@ -1,0 +1,160 @@
+"""What a run tells the world: a line a step, samples, the live display, and the report at its end.
+
+Every rank makes the same calls; each brings its part, rank 0 writes.
+"""
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+from torch.distributed import ProcessGroup
+
+from rlhf.config.run import PPORunConfig
+from rlhf.data.batch import ScoredRollout
+from rlhf.dist.agree import gather
+from rlhf.dist.stop_request import StopRequest
+from rlhf.metrics.console import ProgressDisplay
+from rlhf.metrics.curves import draw_curves
+from rlhf.metrics.names import HeldOutMetrics, StepMetrics
+from rlhf.metrics.report import BeforeAfter, FinalReport
+from rlhf.metrics.run_folder import RunFolder, Summary
+from rlhf.metrics.sinks import SinkSet
+from rlhf.metrics.timers import Timers
+from rlhf.trainers.evaluation import EvaluationResult, sample_records
+from rlhf.trainers.scoring import Scorer
+from rlhf.trainers.step_stats import StepPart, combine
+
+log = logging.getLogger(__name__)
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What rank 0 writes to."""
+
+    folder: RunFolder
+    sinks: SinkSet
+    """Files and trackers, the display among them."""
+    display: ProgressDisplay
+
+
+class Reporter:
+    """Gathers and reports. Collective over the job, as a context manager around the run too."""
+
+    def __init__(
+        self,
+        config: PPORunConfig,
+        *,
+        rank: int,
+        group: ProcessGroup,
+        timers: Timers,
+        stop: StopRequest,
+        scorer: Scorer,
+        desk: Desk | None,
+    ) -> None:
+        """`group`: gloo, over all ranks of the job. `desk`: on rank 0, None elsewhere."""
+        self._config, self._rank, self._group = config, rank, group
+        self._timers, self._stop, self._scorer, self._desk = timers, stop, scorer, desk
+        self._began = time.monotonic()
+        self._rewards: list[float] = []
+        self._before: EvaluationResult | None = None
+        self._after: EvaluationResult | None = None
+
+    def __enter__(self) -> Self:
+        if self._desk is not None:
+            self._desk.display.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._desk is None:
+            return
+        self._desk.display.__exit__(kind, error, trace)
+        if kind is None:
+            self._close(self._desk)
+
+    def stop_agreed(self) -> bool:
+        """True on all ranks when a stop was requested."""
+        return self._stop.agreed(self._group)
+
+    def started(self, held_out: EvaluationResult | None) -> None:
+        """Report the state before the first step."""
+        self._timers.drain()
+        self._before = held_out
+        if self._desk is not None and held_out is not None:
+            self._desk.sinks.write(0, StepMetrics(held_out=_held_out(held_out)).flatten())
+            self._desk.folder.add_samples(list(held_out.samples))
+
+    def step_done(self, step: int, part: StepPart, scored: ScoredRollout, held_out: EvaluationResult | None) -> None:
+        """Report a step (counted from 1)."""
+        part = replace(part, seconds=self._timers.drain())
+        records = sample_records(
+            scored, self._scorer, count=self._config.log.samples_per_step, step=step, split="train"
+        )
+        everywhere = gather((part, records), self._group)
+        if held_out is not None:
+            self._after = held_out
+        if self._desk is None:
+            return
+        metrics = combine(
+            {rank: p for rank, (p, _) in enumerate(everywhere)}, self._config.ppo, policy_version=step - 1
+        )
+        if held_out is not None:
+            metrics = replace(metrics, held_out=_held_out(held_out))
+        self._rewards.append(metrics.reward.mean if metrics.reward else NAN)
+        self._desk.sinks.write(step, metrics.flatten())
+        shown = [record for _, rows in everywhere for record in rows][: self._config.log.samples_per_step]
+        self._desk.folder.add_samples(shown + list(held_out.samples if held_out else ()))
+
+    def _close(self, desk: Desk) -> None:
+        """Summary, curves and the report on the console."""
+        seconds, before, after = time.monotonic() - self._began, self._before, self._after
+        desk.sinks.close()
+        desk.folder.write_summary(
+            Summary(
+                steps=len(self._rewards),
+                seconds=seconds,
+                held_out_before=before.solved if before else NAN,
+                held_out_after=after.solved if after else NAN,
+                reward_first=self._rewards[0] if self._rewards else NAN,
+                reward_last=self._rewards[-1] if self._rewards else NAN,
+                more={"held_out_problems": before.problems if before else 0},
+            )
+        )
+        draw_curves(desk.folder.metrics, desk.folder.curves, title=self._config.name)
+        report = FinalReport(
+            run_folder=desk.folder.path,
+            steps=len(self._rewards),
+            seconds=seconds,
+            solved_before=before.solved if before else NAN,
+            solved_after=after.solved if after else NAN,
+            problems=before.problems if before else 0,
+            rewards=self._rewards,
+            samples=_compare(before, after),
+            next_command=self._config.log.next_command,
+        )
+        desk.display.note(report.text())
+
+
+def _held_out(result: EvaluationResult) -> HeldOutMetrics:
+    return HeldOutMetrics(solved=result.solved, reward=result.reward, problems=result.problems)
+
+
+def _compare(before: EvaluationResult | None, after: EvaluationResult | None) -> list[BeforeAfter]:
+    """The same problems, answered by the first and the last policy."""
+    if before is None or after is None:
+        return []
+    return [
+        BeforeAfter(
+            prompt=old.prompt,
+            before=old.response,
+            before_reward=old.reward,
+            after=new.response,
+            after_reward=new.reward,
+        )
+        for old, new in zip(before.samples, after.samples, strict=True)
+    ]

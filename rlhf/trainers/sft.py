@@ -1,0 +1,112 @@
+"""Supervised fine-tuning: cross entropy on the answers. Every rank runs every line."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import ProcessGroup
+
+from rlhf.config.run import SFTRunConfig
+from rlhf.data.batch import PolicyRows, Sequences
+from rlhf.data.prompts import AnswerSource
+from rlhf.data.ragged import Ragged
+from rlhf.dist.agree import sum_of
+from rlhf.dist.stop_request import StopRequest
+from rlhf.mcore.model import MegatronModel
+from rlhf.mcore.optimizer import Optimizer
+from rlhf.mcore.train_step import StepReport, train_step
+from rlhf.metrics.names import SFTMetrics, StepMetrics
+from rlhf.metrics.reduce import reduce_over_ranks
+from rlhf.metrics.report import FinalReport
+from rlhf.metrics.run_folder import Summary
+from rlhf.metrics.timers import Timers
+from rlhf.trainers.losses import make_answer_loss
+from rlhf.trainers.reporter import NAN, Desk
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SFTLoop:
+    """The loop and all that it needs; built by rlhf.build. Every rank of the job holds a part of the model."""
+
+    config: SFTRunConfig
+    model: MegatronModel
+    optimizer: Optimizer
+    answers: AnswerSource
+    group: ProcessGroup
+    """gloo, over all ranks of the job."""
+    stop: StopRequest
+    timers: Timers
+    save: Callable[[], None]
+    """Writes the model as a Hugging Face checkpoint. Collective over the job."""
+    desk: Desk | None
+    """On rank 0."""
+
+    def run(self) -> None:
+        """All steps, then the checkpoint."""
+        began, losses = time.monotonic(), [NAN]
+        for step in range(self.config.num_steps):
+            if self.stop.agreed(self.group):
+                break
+            with self.timers.phase("step"):
+                report = self.step(step)
+            losses.append(report.stats["nll_sum"] / max(1.0, report.stats["target_tokens"]))
+            self._report(step + 1, report, losses[-1])
+        with self.timers.phase("save"):
+            self.save()
+        if self.desk is not None:
+            self._close(self.desk, losses[1:], time.monotonic() - began)
+
+    def step(self, step: int) -> StepReport:
+        """One optimizer step on the step's rows."""
+        groups = self.model.groups
+        rows = answer_rows(self.answers.rows_of(step, groups.dp_rank, groups.grid.size("dp")))
+        counted = sum_of(float(rows.loss_mask.values.sum()), groups.cpu_dp)
+        return train_step(
+            self.model,
+            self.optimizer,
+            rows,
+            make_answer_loss(max(1.0, counted)),
+            microbatch_tokens=self.config.actor.microbatch_tokens,
+            temperature=1.0,
+        )
+
+    def _report(self, step: int, report: StepReport, loss: float) -> None:
+        time_spent = reduce_over_ranks(self.timers.drain(), self.group)
+        if self.desk is None:
+            return
+        sft = SFTMetrics(
+            loss=loss,
+            grad_norm=report.grad_norm,
+            clip_factor=report.clip_factor,
+            lr=report.lr,
+            skipped_steps=float(report.skipped),
+        )
+        self.desk.sinks.write(step, StepMetrics(sft=sft, time=time_spent).flatten())
+
+    def _close(self, desk: Desk, losses: list[float], seconds: float) -> None:
+        desk.sinks.close()
+        more = {"loss_first": losses[0], "loss_last": losses[-1]} if losses else {}
+        desk.folder.write_summary(
+            Summary(
+                steps=len(losses),
+                seconds=seconds,
+                held_out_before=NAN,
+                held_out_after=NAN,
+                reward_first=NAN,
+                reward_last=NAN,
+                more=more,
+            )
+        )
+        report = FinalReport(
+            run_folder=desk.folder.path, steps=len(losses), seconds=seconds, next_command=self.config.log.next_command
+        )
+        desk.display.note(report.text())
+
+
+def answer_rows(sequences: Sequences) -> PolicyRows:
+    """Rows whose every response token counts."""
+    lengths = sequences.response_lengths
+    total = int(lengths.sum())
+    zeros = Ragged(torch.zeros(total), lengths)
+    return PolicyRows(sequences, zeros, zeros, Ragged(torch.ones(total, dtype=torch.bool), lengths))

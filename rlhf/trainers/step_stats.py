@@ -1,0 +1,172 @@
+"""What each rank knows of a step, and what they make of it together."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rlhf.algos.kl import kl_estimate
+from rlhf.algos.whiten import Moments
+from rlhf.config.algorithm import PPOConfig
+from rlhf.data.batch import Experience, FinishReason
+from rlhf.metrics.names import (
+    ActorMetrics,
+    CriticMetrics,
+    KLMetrics,
+    LengthMetrics,
+    MismatchMetrics,
+    RateMetrics,
+    RewardMetrics,
+    StepMetrics,
+    SyncMetrics,
+    ValueMetrics,
+)
+from rlhf.metrics.spread import MinMeanMax
+from rlhf.models.minibatches import UpdateReport
+from rlhf.reshard.weight_sync import ReshardStats
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Moments and extremes of some numbers; those of parts add up to those of the whole."""
+
+    moments: Moments
+    low: float
+    high: float
+
+    @staticmethod
+    def of(values: Tensor) -> "Sample":
+        """Of any number of values, none too."""
+        everything = torch.ones(values.shape, dtype=torch.bool)
+        low, high = (float(v) for v in values.aminmax()) if values.numel() else (float("inf"), float("-inf"))
+        return Sample(Moments.of(values, everything), low, high)
+
+    def __add__(self, other: "Sample") -> "Sample":
+        return Sample(self.moments + other.moments, min(self.low, other.low), max(self.high, other.high))
+
+    @property
+    def mean(self) -> float:
+        """0 when there is no value."""
+        return self.moments.mean
+
+    @property
+    def std(self) -> float:
+        """0 when there is no value."""
+        return self.moments.variance**0.5
+
+
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """What one rank contributes: its rows, its clock, and what its roles report."""
+
+    samples: Mapping[str, Sample]
+    """Of the rows this rank owns."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Of each phase on this rank."""
+    actor: UpdateReport | None = None
+    """On the actor's ranks, in steps that train it."""
+    critic: UpdateReport | None = None
+    """On the critic's ranks."""
+    sync: ReshardStats | None = None
+    """On the ranks of actor and engines."""
+
+
+def samples_of(experience: Experience, config: PPOConfig, *, solved_at: float) -> dict[str, Sample]:
+    """Samples of this rank's rows."""
+    scored, mask = experience.scored, experience.loss_mask.values
+    rollout = scored.rollout
+    kl = kl_estimate(experience.old_logprobs.values, experience.ref_logprobs.values, estimator=config.kl_estimator)
+    difference = (rollout.rollout_logprobs.values - experience.old_logprobs.values).abs()
+    numbers = {
+        "score": scored.scores[scored.valid],
+        "solved": (scored.scores >= solved_at).float(),
+        "failed": torch.tensor([float(bool(result.error)) for result in scored.results]),
+        "prompt_tokens": rollout.prompts.tokens.lengths.float(),
+        "response_tokens": rollout.responses.lengths.float(),
+        "truncated": (rollout.finish_reasons == FinishReason.LENGTH).float(),
+        "kl": kl[mask],
+        "kl_of_row": torch.zeros(len(rollout)).index_add_(0, rollout.responses.row_ids(), kl * mask),
+        "value": experience.values.values[mask],
+        "return": experience.returns.values[mask],
+        "error": (experience.returns.values - experience.values.values)[mask],
+        "mismatch": difference[mask],
+    }
+    return {name: Sample.of(values) for name, values in numbers.items()}
+
+
+def combine(parts: Mapping[int, StepPart], config: PPOConfig, *, policy_version: int) -> StepMetrics:
+    """Metrics of a step from the parts of all ranks."""
+    first, *others = [part.samples for part in parts.values()]
+    total = {name: sum((other[name] for other in others), sample) for name, sample in first.items()}
+    time = {
+        phase: MinMeanMax.of({rank: p.seconds[phase] for rank, p in parts.items() if phase in p.seconds})
+        for phase in dict.fromkeys(phase for part in parts.values() for phase in part.seconds)
+    }
+    actor = next((part.actor for part in parts.values() if part.actor), None)
+    critic = next((part.critic for part in parts.values() if part.critic), None)
+    sync = next((part.sync for part in parts.values() if part.sync), None)
+    response_tokens = total["response_tokens"].moments.total
+    all_tokens = response_tokens + total["prompt_tokens"].moments.total
+    returns_variance = total["return"].moments.variance
+    return StepMetrics(
+        reward=RewardMetrics(
+            mean=total["score"].mean,
+            std=total["score"].std,
+            min=total["score"].low,
+            max=total["score"].high,
+            solved=total["solved"].mean,
+            failed=total["failed"].moments.total,
+        ),
+        length=LengthMetrics(
+            prompt_mean=total["prompt_tokens"].mean,
+            response_mean=total["response_tokens"].mean,
+            response_max=total["response_tokens"].high,
+            truncated=total["truncated"].mean,
+        ),
+        kl=KLMetrics(
+            ref=total["kl"].mean,
+            penalty=config.kl_coef * total["kl_of_row"].mean,
+            update=actor.per("approx_kl_sum", "policy_tokens") if actor else 0.0,
+        ),
+        value=ValueMetrics(
+            mean=total["value"].mean,
+            returns_mean=total["return"].mean,
+            explained_variance=1 - total["error"].moments.variance / returns_variance if returns_variance else 0.0,
+            advantages_std=total["error"].std,  # advantages before whitening are returns - values
+        ),
+        actor=_actor_metrics(actor) if actor else None,
+        critic=_critic_metrics(critic) if critic else None,
+        mismatch=MismatchMetrics(mean=total["mismatch"].mean, max=max(0.0, total["mismatch"].high)),
+        sync=SyncMetrics(bytes=sync.moved, bytes_over_bound=sync.ratio, policy_version=policy_version)
+        if sync
+        else None,
+        rate=RateMetrics(
+            tokens_per_s=all_tokens / time["step"].max,
+            rollout_tokens_per_s=response_tokens / time["rollout/generate"].max,
+        ),
+        time=time,
+    )
+
+
+def _actor_metrics(report: UpdateReport) -> ActorMetrics:
+    return ActorMetrics(
+        loss=report.loss,
+        entropy=report.per("entropy_sum", "policy_tokens"),
+        clip_fraction=report.per("clipped_tokens", "policy_tokens"),
+        grad_norm=report.grad_norm,
+        clip_factor=report.clip_factor,
+        lr=report.lr,
+        skipped_steps=report.skipped_steps,
+    )
+
+
+def _critic_metrics(report: UpdateReport) -> CriticMetrics:
+    return CriticMetrics(
+        loss=report.loss,
+        clip_fraction=report.per("value_clipped_tokens", "value_tokens"),
+        grad_norm=report.grad_norm,
+        clip_factor=report.clip_factor,
+        lr=report.lr,
+        skipped_steps=report.skipped_steps,
+    )
