@@ -49,6 +49,8 @@ class LogConfig:
     """auto (live table on a terminal, plain lines elsewhere), live or plain."""
     samples_per_step: int = 4
     """Samples written to samples.jsonl at each step."""
+    next_command: str = ""
+    """Command that the report at the end of the run suggests; empty suggests none."""
 
     def __post_init__(self) -> None:
         one_of("log.console", self.console, ("auto", "live", "plain"))

@@ -46,6 +46,8 @@ class Ranks:
     """Every long loop calls `progress.tick(phase)`."""
     stop: StopRequest
     """The loop asks `stop.agreed(group)` at step boundaries."""
+    wandb_online: bool
+    """WANDB_API_KEY is set, so that a tracker may upload."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,6 +194,7 @@ class job:  # noqa: N801  # reads as `with job(config) as ranks`
             run_folder=self._run_folder,
             progress=self._clock,
             stop=self._stop,
+            wandb_online="WANDB_API_KEY" in os.environ,  # noqa: TID251
         )
 
     def __exit__(

@@ -1,0 +1,351 @@
+"""The composition root: the one file that names every class and puts a run together from its config.
+
+Every rank builds its own part, in the same order, since process groups are made on the way.
+"""
+
+import importlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch.distributed import ProcessGroup
+
+from rlhf.checkpoint.hf_export import export_hf
+from rlhf.config.data import DataConfig
+from rlhf.config.load import to_yaml
+from rlhf.config.model import FrozenRoleConfig, ModelConfig, TrainedRoleConfig
+from rlhf.config.run import PPORunConfig, RunConfig, SFTRunConfig
+from rlhf.data.batch import PromptBatch
+from rlhf.data.prompts import AnswerSource, PromptSource, open_problems
+from rlhf.data.tokenizer import eos_token_ids, load_tokenizer
+from rlhf.dist.agree import gather
+from rlhf.dist.job import Ranks
+from rlhf.errors import ConfigError
+from rlhf.families.files import resolve_folder
+from rlhf.families.registry import read_spec
+from rlhf.families.spec import Head, ModelSpec
+from rlhf.mcore.groups import ModelGroups, make_groups
+from rlhf.mcore.layout import local_params, megatron_layout
+from rlhf.mcore.load import set_weights
+from rlhf.mcore.model import MegatronModel, build_model
+from rlhf.mcore.optimizer import build_optimizer
+from rlhf.metrics.console import ProgressDisplay, open_display
+from rlhf.metrics.run_folder import RunFolder
+from rlhf.metrics.sinks import JsonlSink, MetricSink, SinkSet, TensorBoardSink, WandbSink
+from rlhf.metrics.startup import RankRow, startup_table
+from rlhf.metrics.timers import Timers
+from rlhf.models.calls import RoleCalls
+from rlhf.models.critic import Critic
+from rlhf.models.policy import Policy
+from rlhf.reshard.topology import Topology
+from rlhf.reshard.weight_sync import WeightSync
+from rlhf.reward.function import RewardFunction
+from rlhf.rollout.engine import EngineFactory, RolloutEngine
+from rlhf.rollout.native.engine import NativeEngine
+from rlhf.rollout.native.layout import native_layout
+from rlhf.trainers.evaluation import Evaluation
+from rlhf.trainers.experience import PPOModels
+from rlhf.trainers.ownership import Ownership
+from rlhf.trainers.phases import Phases
+from rlhf.trainers.policy_sync import PolicySync
+from rlhf.trainers.ppo import PPOLoop
+from rlhf.trainers.reporter import Desk, Reporter
+from rlhf.trainers.scoring import Scorer
+from rlhf.trainers.sft import SFTLoop
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What every part of a run is built on."""
+
+    ranks: Ranks
+    everyone: ProcessGroup
+    """gloo, over all ranks of the job."""
+    topology: Topology
+    timers: Timers
+    desk: Desk | None
+    """On rank 0."""
+
+
+def build_loop(config: RunConfig, ranks: Ranks) -> PPOLoop | SFTLoop:
+    """This rank's part of the run. Collective over the job.
+
+    Raises:
+        ConfigError, CheckpointError, DataError, LayoutError: Something the config names cannot be used.
+    """
+    site = _site(config, ranks)
+    return _build_ppo(config, site) if isinstance(config, PPORunConfig) else _build_sft(config, site)
+
+
+def _site(config: RunConfig, ranks: Ranks) -> Site:
+    everyone = ranks.groups.cpu_group([tuple(range(ranks.world_size))])
+    assert everyone is not None, "every rank is in the group of all ranks"
+    display = None
+    if ranks.rank == 0:
+        display = open_display(config.log.console, config.num_steps, progress=ranks.progress)
+
+    def on_enter(phase: str) -> None:
+        ranks.progress.tick(phase)
+        if display is not None:
+            display.enter(phase)
+
+    desk = (
+        _desk(config, RunFolder.create(ranks.run_folder, to_yaml(config)), display, ranks)
+        if display is not None
+        else None
+    )
+    return Site(ranks, everyone, Topology.of_hosts(gather(ranks.host, everyone)), Timers(on_enter=on_enter), desk)
+
+
+def _desk(config: RunConfig, folder: RunFolder, display: ProgressDisplay, ranks: Ranks) -> Desk:
+    sinks: list[MetricSink] = [JsonlSink(folder.metrics), display]
+    if config.log.tensorboard:
+        sinks.append(TensorBoardSink(folder.tensorboard))
+    if config.log.wandb:
+        sinks.append(
+            WandbSink(
+                folder.path,
+                project=config.log.wandb_project,
+                name=config.name,
+                config=asdict(config),
+                online=ranks.wandb_online,
+            )
+        )
+    return Desk(folder, SinkSet(sinks, on_failure=display.note), display)
+
+
+def _announce(config: RunConfig, site: Site, roles: dict[str, ModelGroups], certificate: str = "") -> None:
+    """Who is where, on rank 0's console. Collective over the job."""
+    mine = {name: groups.grid.coords(site.ranks.rank) for name, groups in roles.items() if groups.is_member}
+    if isinstance(config, PPORunConfig) and site.ranks.rank in config.rollout.ranks:
+        engine, tp = divmod(site.ranks.rank - config.rollout.first_rank, config.rollout.tp)
+        mine["rollout"] = {"engine": engine, "tp": tp}
+    row = RankRow(rank=site.ranks.rank, host=site.ranks.host, device=str(site.ranks.device), roles=mine)
+    everywhere = gather((row, certificate), site.everyone)
+    if site.desk is not None:
+        site.desk.display.note(startup_table([row for row, _ in everywhere]))
+        for text in dict.fromkeys(text for _, text in everywhere if text):
+            site.desk.display.note(text)
+
+
+def _note(site: Site, text: str) -> None:
+    if site.desk is not None:
+        site.desk.display.note(text)
+
+
+# Models
+
+
+def _spec(model: ModelConfig) -> ModelSpec:
+    return read_spec(resolve_folder(model.path))
+
+
+def _model(
+    role: TrainedRoleConfig | FrozenRoleConfig, groups: ModelGroups, head: Head, site: Site, seed: int
+) -> MegatronModel | None:
+    """The role's model with its weights; None outside its pool."""
+    if not groups.is_member:
+        return None
+    site.ranks.progress.tick(f"load {role.model.path}")
+    model = build_model(
+        _spec(role.model),
+        role.model,
+        role.parallel,
+        groups,
+        head=head,
+        device=site.ranks.device,
+        seed=seed,
+        trainable=isinstance(role, TrainedRoleConfig),
+    )
+    set_weights(model, role.model)
+    return model
+
+
+def _policy(
+    name: str, config: PPORunConfig, role: TrainedRoleConfig | FrozenRoleConfig, calls: RoleCalls, site: Site
+) -> Policy:
+    groups = make_groups(role.parallel, site.ranks.groups)
+    model = _model(role, groups, Head.LM, site, config.seed)
+    optimizer = build_optimizer(model, role.optim) if model and isinstance(role, TrainedRoleConfig) else None
+    return Policy(
+        name=name,
+        groups=groups,
+        model=model,
+        optimizer=optimizer,
+        calls=calls,
+        temperature=config.rollout.sampling.temperature,
+        microbatch_tokens=role.microbatch_tokens,
+        phase=site.timers.phase,
+    )
+
+
+def _critic(config: PPORunConfig, calls: RoleCalls, site: Site) -> Critic:
+    groups = make_groups(config.critic.parallel, site.ranks.groups)
+    model = _model(config.critic, groups, Head.VALUE, site, config.seed)
+    return Critic(
+        groups=groups,
+        model=model,
+        optimizer=build_optimizer(model, config.critic.optim) if model else None,
+        calls=calls,
+        microbatch_tokens=config.critic.microbatch_tokens,
+        phase=site.timers.phase,
+    )
+
+
+# Rollout
+
+
+def _engine_factory(name: str) -> EngineFactory:
+    if name == "native":
+        return NativeEngine
+    module, _, attribute = name.partition(":")
+    try:
+        return cast(EngineFactory, getattr(importlib.import_module(module), attribute))
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"rollout.engine: {name} cannot be loaded ({error}); needs package.module:factory; change it"
+        ) from error
+
+
+def _engine(config: PPORunConfig, folder: Path, stop_ids: tuple[int, ...], site: Site) -> RolloutEngine | None:
+    """This rank's part of its engine; None outside the rollout pool. Collective over the job."""
+    rollout, factory = config.rollout, site.ranks.groups
+    sets = [tuple(rollout.ranks[i : i + rollout.tp]) for i in range(0, len(rollout.ranks), rollout.tp)]
+    tp_group, cpu_group = factory.device_group(sets), factory.cpu_group(sets)
+    if site.ranks.rank not in rollout.ranks:
+        return None
+    return _engine_factory(rollout.engine)(
+        read_spec(folder),
+        rollout,
+        tp_group=tp_group if rollout.tp > 1 else None,
+        cpu_group=cpu_group if rollout.tp > 1 else None,
+        device=site.ranks.device,
+        dtype=getattr(torch, config.actor.model.dtype),
+        run_seed=config.seed,
+        eos_token_ids=stop_ids,
+        on_progress=lambda done, total: site.ranks.progress.tick(f"rollout/generate {done}/{total}"),
+    )
+
+
+def _weight_sync(config: PPORunConfig, site: Site) -> WeightSync | None:
+    """From the actor's layout into the engines'; None on ranks of neither. Collective over the job."""
+    spec, dtype, rollout = _spec(config.actor.model), config.actor.model.dtype, config.rollout
+    pools = tuple(sorted({*config.actor.parallel.ranks, *rollout.ranks}))
+    group = site.ranks.groups.device_group([pools])
+    if group is None:
+        return None
+    return WeightSync(
+        megatron_layout(spec, config.actor.parallel, head=Head.LM, dtype=dtype),
+        native_layout(spec, tp=rollout.tp, dp=rollout.dp, first_rank=rollout.first_rank, dtype=dtype),
+        topology=site.topology,
+        group=group,
+        device=site.ranks.device,
+        bucket_bytes=config.sync.bucket_bytes,
+    )
+
+
+# Loops
+
+
+def _prompts(data: DataConfig, config: PPORunConfig, folder: Path) -> PromptSource:
+    return PromptSource(
+        open_problems(data, load_tokenizer(folder), seed=config.seed),
+        prompts_per_step=config.ppo.prompts_per_step,
+        samples_per_prompt=config.ppo.samples_per_prompt,
+    )
+
+
+def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
+    rank, folder = site.ranks.rank, resolve_folder(config.actor.model.path)
+    ownership = Ownership.of(config.rollout)
+    index, num_owners = ownership.engine_led_by(rank), len(ownership.leaders)
+    owners_group = site.ranks.groups.cpu_group([ownership.leaders])
+    reward_log = site.ranks.run_folder / "logs" / f"reward_{rank}.log"
+    reward = RewardFunction(config.reward, log_path=reward_log) if index is not None else None
+    scorer = Scorer(reward, load_tokenizer(folder), site.ranks.progress)
+    prompts = _prompts(config.data, config, folder)
+    engine = _engine(config, folder, eos_token_ids(scorer.tokenizer, folder), site)
+
+    calls = RoleCalls(rank, site.everyone)
+    actor = _policy("actor", config, config.actor, calls, site)
+    critic = _critic(config, calls, site)
+    reference = _policy("reference", config, config.reference, calls, site)
+    sync = _weight_sync(config, site)
+    certificate = sync.certificate.render() if sync is not None and sync.certificate is not None else ""
+    roles = {"actor": actor.groups, "critic": critic.groups, "reference": reference.groups}
+    _announce(config, site, roles, certificate)
+    _note(site, str(prompts.report()))
+
+    held_out = prompts.held_out(index, num_owners) if index is not None else PromptBatch.empty()
+    return PPOLoop(
+        config=config,
+        rank=rank,
+        ownership=ownership,
+        owners_group=owners_group,
+        prompts=prompts,
+        engine=engine,
+        policy_sync=PolicySync(
+            sync,
+            actor_params=lambda: local_params(actor.model) if actor.model else {},
+            engine=engine,
+            timers=site.timers,
+        ),
+        scorer=scorer,
+        models=PPOModels(actor, critic, reference),
+        calls=calls,
+        phases=Phases(site.timers, engine),
+        timers=site.timers,
+        evaluation=Evaluation(config=config.eval, engine=engine, prompts=held_out, scorer=scorer, group=site.everyone),
+        reporter=Reporter(
+            config,
+            rank=rank,
+            group=site.everyone,
+            timers=site.timers,
+            stop=site.ranks.stop,
+            scorer=scorer,
+            desk=site.desk,
+        ),
+    )
+
+
+def _build_sft(config: SFTRunConfig, site: Site) -> SFTLoop:
+    source = resolve_folder(config.actor.model.path)
+    tokenizer = load_tokenizer(source)
+    groups = make_groups(config.actor.parallel, site.ranks.groups)
+    model = _model(config.actor, groups, Head.LM, site, config.seed)
+    assert model is not None, "check_world leaves no rank without a role"
+    _announce(config, site, {"actor": groups})
+    answers = AnswerSource(
+        open_problems(config.data, tokenizer, seed=config.seed, need_answers=True),
+        tokenizer,
+        batch_samples=config.sft.batch_samples,
+        eos_token_id=eos_token_ids(tokenizer, source)[0],
+    )
+    _note(site, str(answers.report()))
+    target = Path(config.save_hf) if config.save_hf else site.ranks.run_folder / "hf"
+
+    def save() -> None:
+        export_hf(
+            model.spec,
+            megatron_layout(model.spec, config.actor.parallel, head=Head.LM, dtype=config.actor.model.dtype),
+            local_params(model),
+            target,
+            head=Head.LM,
+            source_folder=source,
+            group=model.groups.cpu,
+            topology=site.topology,
+            overwrite=True,
+        )
+
+    return SFTLoop(
+        config=config,
+        model=model,
+        optimizer=build_optimizer(model, config.actor.optim),
+        answers=answers,
+        group=site.everyone,
+        stop=site.ranks.stop,
+        timers=site.timers,
+        save=save,
+        desk=site.desk,
+    )
