@@ -66,6 +66,10 @@ def check_logits(root: Path, layouts: list[ParallelConfig]) -> None:
                 spec, ModelConfig(path="by-hand"), parallel, groups, head=Head.LM, device=CPU, seed=1, trainable=False
             )
             load_weights(model, root / name)
+            if parallel.tp == 2 and groups.tp_rank == 1 and groups.is_first_stage:
+                embedding = model.module.embedding.word_embeddings.weight
+                assert embedding.shape == (66, 42), embedding.shape
+                assert (embedding[65] == 0).all(), "131 rows over 2 ranks leave one row of padding"
             with torch.no_grad():
                 logits = logits_of(model, pack(sequences(spec.vocab_size), multiple_of=parallel.tp))
             if logits is not None:

@@ -1,0 +1,78 @@
+"""Which ranks are in which group, with a factory that hands back rank sets in place of process groups."""
+
+from dataclasses import fields
+
+import pytest
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from rlhf.config.parallel import ParallelConfig
+from rlhf.mcore import groups as groups_module
+from rlhf.mcore.groups import ModelGroups, make_groups
+
+
+class RankSets:
+    """Stands in for a GroupFactory; remembers the collective calls that it was asked for."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.calls: list[tuple[str, tuple[tuple[int, ...], ...]]] = []
+
+    def device_group(self, rank_sets):
+        return self._make("device", rank_sets)
+
+    def cpu_group(self, rank_sets):
+        return self._make("cpu", rank_sets)
+
+    def _make(self, kind: str, rank_sets):
+        self.calls.append((kind, tuple(rank_sets)))
+        return next((ranks for ranks in rank_sets if self.rank in ranks), None)
+
+
+def made(parallel: ParallelConfig, rank: int, monkeypatch: pytest.MonkeyPatch) -> tuple[ModelGroups, RankSets]:
+    monkeypatch.setattr(groups_module.dist, "get_rank", lambda: rank)
+    factory = RankSets(rank)
+    return make_groups(parallel, factory), factory
+
+
+def test_groups_of_a_rank_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, _ = made(ParallelConfig(tp=2, pp=3, dp=2, first_rank=4), 4 + 7, monkeypatch)
+    assert (groups.tp_rank, groups.pp_rank, groups.dp_rank) == (1, 0, 1)
+    assert (groups.is_first_stage, groups.is_last_stage) == (True, False)
+    pool, alone, tp, pp, dp = tuple(range(4, 16)), (11,), (10, 11), (11, 13, 15), (5, 11)
+    found = {field.name: getattr(groups.collection, field.name, "unset") for field in fields(ProcessGroupCollection)}
+    assert found == {
+        "tp": tp,
+        "pp": pp,
+        "dp": dp,
+        "mp": tuple(range(10, 16)),
+        "cp": alone,
+        "tp_cp": tp,
+        "dp_cp": dp,
+        "intra_dp_cp": dp,
+        "tp_dp_cp": (4, 5, 10, 11),
+        "embd": (11, 15),
+        "pos_embd": alone,
+        "ep": alone,
+        "expt_tp": tp,
+        "tp_ep": tp,
+        "tp_ep_pp": tuple(range(10, 16)),
+        "expt_dp": dp,
+        "intra_expt_dp": dp,
+        "inter_dist_opt": None,
+        "intra_dist_opt": pool,
+        "hcp": "unset",
+    }
+    assert (groups.cpu, groups.cpu_tp, groups.cpu_pp, groups.cpu_dp) == (pool, tp, pp, dp)
+
+
+def test_a_middle_stage_has_an_embedding_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, _ = made(ParallelConfig(pp=3), 1, monkeypatch)
+    assert groups.collection.embd == (1,)
+
+
+def test_a_rank_outside_the_pool_takes_part_and_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = ParallelConfig(tp=2, pp=2)
+    outside, its_calls = made(parallel, 6, monkeypatch)
+    assert not outside.is_member
+    assert outside.collection is outside.cpu is outside.cpu_dp is None
+    assert its_calls.calls == made(parallel, 3, monkeypatch)[1].calls

@@ -1,0 +1,144 @@
+"""Loading and drawing weights: what is read, what is refused, what memory it takes. One process."""
+
+import json
+import logging
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from rlhf.config.model import ModelConfig
+from rlhf.config.parallel import ParallelConfig
+from rlhf.dist.groups import GroupFactory
+from rlhf.errors import CheckpointError
+from rlhf.families.files import HfFolder
+from rlhf.families.registry import hf_config, read_spec
+from rlhf.families.spec import Head, ModelSpec
+from rlhf.mcore.groups import ModelGroups, make_groups
+from rlhf.mcore.layout import OUTPUT, local_params, megatron_layout
+from rlhf.mcore.load import draw_weights, load_weights, set_weights
+from rlhf.mcore.model import MegatronModel, build_model
+from tests.mcore.stand_in import stand_in_model, tiny_spec
+from tests.mcore.tiny import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory: pytest.TempPathFactory):
+    """A job of one rank."""
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield make_groups(ParallelConfig(), GroupFactory(device_backend="gloo", timeout=timedelta(seconds=30)))
+    dist.destroy_process_group()
+
+
+def build(spec: ModelSpec, groups: ModelGroups, *, head: Head = Head.LM, seed: int = 3, **config) -> MegatronModel:
+    config = ModelConfig(**{"path": "by-hand", **config})
+    cpu = torch.device("cpu")
+    return build_model(spec, config, ParallelConfig(), groups, head=head, device=cpu, seed=seed, trainable=False)
+
+
+def test_weights_are_the_checkpoints_in_the_models_dtype(tmp_path: Path, groups: ModelGroups) -> None:
+    make_checkpoint("qwen2", tmp_path)
+    model = build(read_spec(tmp_path), groups, dtype="bfloat16")
+    load_weights(model, tmp_path)
+    params, source = local_params(model), HfFolder(tmp_path)
+    for piece in megatron_layout(model.spec, model.parallel, head=Head.LM, dtype="bfloat16").holdings(0):
+        found = params[piece.param][piece.param_box(piece.box).slices]
+        assert found.dtype is torch.bfloat16
+        assert torch.equal(found, source.read(piece.tensor, piece.box.slices).bfloat16()), piece.tensor
+
+
+def rewrite(folder: Path, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path, groups: ModelGroups) -> None:
+    make_checkpoint("llama", tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.pop("model.layers.2.mlp.up_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"model\.layers\.2\.mlp\.up_proj\.weight"):
+        load_weights(build(read_spec(tmp_path), groups), tmp_path)
+
+
+def test_a_misshaped_tensor_is_named_with_both_shapes(tmp_path: Path, groups: ModelGroups) -> None:
+    make_checkpoint("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 130}))
+    with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight has shape \(131, 42\); needs \(130, 42\)"):
+        load_weights(build(read_spec(tmp_path), groups), tmp_path)
+
+
+def test_a_value_head_comes_from_a_reward_model_or_from_the_seed(
+    tmp_path: Path, groups: ModelGroups, caplog: pytest.LogCaptureFixture
+) -> None:
+    reward_model = make_checkpoint("llama", tmp_path / "reward", num_labels=1)
+    make_checkpoint("llama", tmp_path / "actor")
+    spec = read_spec(tmp_path / "actor")
+    model = build(spec, groups, head=Head.VALUE)
+    load_weights(model, tmp_path / "reward")
+    assert torch.equal(local_params(model)[OUTPUT], reward_model.score.weight)
+    heads = []
+    for seed in (3, 3, 4):
+        fresh = build(spec, groups, head=Head.VALUE, seed=seed)
+        with caplog.at_level(logging.WARNING):
+            load_weights(fresh, tmp_path / "actor")
+        heads.append(local_params(fresh)[OUTPUT])
+    assert "no score.weight; the value head starts from the seed" in caplog.text
+    assert torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[0], heads[2])
+    assert heads[0].std() == pytest.approx(spec.init_std, rel=0.5)
+
+
+def drawn(spec: ModelSpec, parallel: ParallelConfig, rank: int) -> dict[str, torch.Tensor]:
+    """Logical tensors as one rank of a layout draws its part of them; nan elsewhere."""
+    model = stand_in_model(spec, parallel, rank)
+    draw_weights(model)
+    params, layout = local_params(model), megatron_layout(spec, parallel, head=Head.LM, dtype="float32")
+    whole = {name: torch.full(shape, float("nan")) for name, shape in layout.tensors.items()}
+    for piece in layout.holdings(rank):
+        whole[piece.tensor][piece.box.slices] = params[piece.param][piece.param_box(piece.box).slices]
+    return whole
+
+
+def test_drawn_weights_do_not_depend_on_the_layout() -> None:
+    spec = tiny_spec(vocab_size=600, family="qwen2", qkv_bias=True)  # more than two bands of rows
+    whole = drawn(spec, ParallelConfig(), 0)
+    assert not any(torch.isnan(x).any() for x in whole.values())
+    parallel = ParallelConfig(tp=4, pp=2)
+    for rank in parallel.ranks:
+        for name, part in drawn(spec, parallel, rank).items():
+            here = ~torch.isnan(part)
+            assert torch.equal(part[here], whole[name][here]), (name, rank)
+    assert whole["model.embed_tokens.weight"].std() == pytest.approx(spec.init_std, rel=0.05)
+    assert (whole["model.norm.weight"] == 1).all()
+    assert (whole["model.layers.1.self_attn.k_proj.bias"] == 0).all()
+
+
+def test_random_init_reads_no_weights(tmp_path: Path, groups: ModelGroups) -> None:
+    spec = tiny_spec()
+    set_weights(build(spec, groups), ModelConfig(path=str(tmp_path / "no-such-folder"), init="random"))
+
+
+BIG = tiny_spec(vocab_size=6001, hidden_size=512, ffn_size=1536, num_layers=6, head_dim=64, num_heads=8)
+"""31 million parameters, 125 MB; the largest tensor is the embedding, 12 MB."""
+
+SLACK = 4 * 2**20
+"""Of the allocator and of the names, bytes."""
+
+
+def test_growth_while_loading_stays_under_shard_plus_largest_slice(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(BIG)))
+    tensors = megatron_layout(BIG, ParallelConfig(), head=Head.LM, dtype="float32").tensors
+    save_file({name: torch.ones(shape) for name, shape in tensors.items()}, tmp_path / "model.safetensors")
+    command = [sys.executable, "-W", "ignore", "-m", "tests.mcore.measure_load", str(tmp_path)]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    found = json.loads(out.stdout.splitlines()[-1])
+    bound = found["shard"] + found["largest_slice"] + SLACK
+    assert found["shard"] - SLACK < found["growth"] < bound, found
+    assert found["growth_of_a_cheat"] > bound, f"the measurement does not notice a whole read: {found}"
