@@ -1,0 +1,92 @@
+"""What the trainer asks of a rollout engine. Knows no engine."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from rlhf.config.rollout import RolloutConfig, SamplingConfig
+from rlhf.data.batch import PromptBatch, Rollout
+from rlhf.families.spec import ModelSpec
+from rlhf.reshard.layout import ModelLayout
+
+ProgressFn = Callable[[int, int], None]
+"""Called as (responses finished, responses asked for) again and again while an engine works, on each of its ranks."""
+
+
+class RolloutEngine(Protocol):
+    """One rank's part of one engine; an engine is a tensor-parallel group of ranks, its leader is tp rank 0.
+
+    Every method is called by all ranks of the engine in the same order; those that communicate do so over that group
+    only. Rows go in and out on the leader; other ranks pass None and get None.
+    """
+
+    def submit(self, prompts: PromptBatch | None, sampling: SamplingConfig, *, attempt: int = 0) -> None:
+        """Queue one response for each row. `sampling` and `attempt` are equal on all ranks of the engine.
+
+        A sample's tokens are a function of the weights, its prompt, `sampling` and `sample_seed(run seed, sample id,
+        attempt)`, and of nothing else: not of the rest of the batch, nor of the engine's size.
+
+        Raises:
+            EngineError: A row is empty or can never fit into the engine's memory. On all ranks; nothing is queued.
+        """
+        ...
+
+    def collect(self) -> Rollout | None:
+        """Responses to all rows submitted since the last collect, in their order; blocks until they are done."""
+        ...
+
+    def generate(self, prompts: PromptBatch | None, sampling: SamplingConfig, *, attempt: int = 0) -> Rollout | None:
+        """`submit` and `collect` in one."""
+        ...
+
+    def layout(self) -> ModelLayout:
+        """What each rank of the whole rollout pool (all engines) holds in its `params`. Pure."""
+        ...
+
+    def params(self) -> dict[str, Tensor]:
+        """This rank's weights by the names of `layout`. They may be written to between calls, in place."""
+        ...
+
+    def weights_updated(self, policy_version: int) -> None:
+        """The weights in `params` were replaced and have this version from now on."""
+        ...
+
+    def sleep(self) -> None:
+        """Give back the memory of keys and values; weights stay."""
+        ...
+
+    def wake(self) -> None:
+        """Take the memory of keys and values again. An engine is made awake."""
+        ...
+
+    def close(self) -> None:
+        """End the engine; nothing but `close` may be called after it."""
+        ...
+
+
+class EngineFactory(Protocol):
+    """What `rollout.engine` names: makes this rank's part of one engine. Called on all ranks of the rollout pool."""
+
+    def __call__(
+        self,
+        spec: ModelSpec,
+        config: RolloutConfig,
+        *,
+        tp_group: ProcessGroup | None,
+        cpu_group: ProcessGroup | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        run_seed: int,
+        eos_token_ids: tuple[int, ...],
+        on_progress: ProgressFn | None = None,
+    ) -> RolloutEngine:
+        """Args beyond the config.
+
+        tp_group: ranks of this engine, for tensors on the device; None when the engine is one rank.
+        cpu_group: the same ranks, for tensors in host memory (gloo).
+        eos_token_ids: the model's own end-of-sequence tokens; they end a response like `stop_token_ids` do.
+        """
+        ...

@@ -1,0 +1,147 @@
+"""The embedded rollout engine: scheduler, cache, model and sampler put together."""
+
+from itertools import groupby
+from operator import itemgetter
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from rlhf.config.rollout import RolloutConfig, SamplingConfig
+from rlhf.data.batch import PromptBatch, Rollout
+from rlhf.errors import EngineError
+from rlhf.families.spec import ModelSpec
+from rlhf.reshard.layout import ModelLayout
+from rlhf.rollout.engine import ProgressFn
+from rlhf.rollout.native.decoder import Decoder
+from rlhf.rollout.native.kv_cache import KvCache, check_fits
+from rlhf.rollout.native.layout import native_layout
+from rlhf.rollout.native.model import NativeModel
+from rlhf.rollout.native.peers import Peers
+from rlhf.rollout.native.responses import Responses
+from rlhf.rollout.native.scheduler import Row
+from rlhf.rollout.seeds import sample_seed
+
+_DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class NativeEngine:
+    """A `RolloutEngine` in plain torch; see there for the methods and `EngineFactory` for the arguments.
+
+    batch_invariant: run at least 16 rows, so that a sample's tokens and log-probs are the same to the bit whatever else
+    is in the batch (on CPUs). False is faster for 8 rows and fewer, and equal to rounding.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        config: RolloutConfig,
+        *,
+        tp_group: ProcessGroup | None,
+        cpu_group: ProcessGroup | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        run_seed: int,
+        eos_token_ids: tuple[int, ...],
+        on_progress: ProgressFn | None = None,
+        batch_invariant: bool = True,
+    ) -> None:
+        self._spec, self._config, self._run_seed = spec, config, run_seed
+        self._eos_token_ids = eos_token_ids
+        self._peers = Peers(tp_group, cpu_group)
+        if self._peers.size != config.tp:
+            raise EngineError(f"native engine: tp_group has {self._peers.size} ranks, but rollout.tp = {config.tp}")
+        self._model = NativeModel(spec, self._peers, dtype=dtype, device=device)
+        self._batch_invariant, self._on_progress = batch_invariant, on_progress
+        self._policy_version = 0
+        self._rows: list[tuple[SamplingConfig, Row]] = []
+        self._prompts: list[PromptBatch] = []
+        self._cache: KvCache | None = None
+        self.wake()
+
+    def submit(self, prompts: PromptBatch | None, sampling: SamplingConfig, *, attempt: int = 0) -> None:
+        """See `RolloutEngine.submit`."""
+        mine = None
+        if self._peers.is_leader:
+            if prompts is None:
+                raise EngineError(
+                    "native engine: no prompts on the leader (tp rank 0); needs a PromptBatch, maybe empty"
+                )
+            mine = (prompts.tokens.values.cpu(), prompts.tokens.lengths, prompts.sample_ids.cpu())
+        tokens, lengths, sample_ids = self._peers.share_rows(mine, count=3)
+        rows = []
+        for row, sample_id in zip(tokens.split(lengths.tolist()), sample_ids.tolist(), strict=True):
+            check_fits(row.numel(), sampling.max_new_tokens, self._config.kv_cache_tokens, sample_id=sample_id)
+            seed = sample_seed(self._run_seed, sample_id, attempt)
+            rows.append((sampling, Row(len(self._rows) + len(rows), tuple(row.tolist()), seed)))
+        self._rows += rows
+        if prompts is not None:
+            self._prompts.append(prompts)
+
+    def collect(self) -> Rollout | None:
+        """See `RolloutEngine.collect`."""
+        if self._cache is None:
+            raise EngineError(
+                "native engine: asleep; needs the memory of keys and values to generate; call wake() first"
+            )
+        if self._peers.is_leader and not self._prompts:
+            raise EngineError("native engine: nothing was submitted since the last collect; call submit() first")
+        (rows, self._rows), (prompts, self._prompts) = (self._rows, []), (self._prompts, [])
+        responses = Responses(len(rows), on_progress=self._on_progress)
+        for sampling, group in groupby(rows, key=itemgetter(0)):
+            decoder = Decoder(
+                self._model, self._cache, self._peers, sampling=sampling, stop_ids=self._stop_ids(sampling)
+            )
+            decoder.run(
+                [row for _, row in group],
+                responses,
+                max_running=self._config.max_running,
+                full_rows=self._batch_invariant,
+            )
+        if not self._peers.is_leader:
+            return None
+        return responses.rollout(PromptBatch.concat(prompts), policy_version=self._policy_version)
+
+    def generate(self, prompts: PromptBatch | None, sampling: SamplingConfig, *, attempt: int = 0) -> Rollout | None:
+        """See `RolloutEngine.generate`."""
+        self.submit(prompts, sampling, attempt=attempt)
+        return self.collect()
+
+    def layout(self) -> ModelLayout:
+        """See `RolloutEngine.layout`."""
+        config = self._config
+        dtype = _DTYPE_NAMES[self._model.dtype]
+        return native_layout(self._spec, tp=config.tp, dp=config.dp, first_rank=config.first_rank, dtype=dtype)
+
+    def params(self) -> dict[str, Tensor]:
+        """See `RolloutEngine.params`."""
+        return self._model.params
+
+    def weights_updated(self, policy_version: int) -> None:
+        """See `RolloutEngine.weights_updated`."""
+        self._policy_version = policy_version
+
+    def sleep(self) -> None:
+        """See `RolloutEngine.sleep`."""
+        self._cache = None
+
+    def wake(self) -> None:
+        """See `RolloutEngine.wake`."""
+        if self._cache is None:
+            self._cache = KvCache(
+                num_layers=self._spec.num_layers,
+                kv_heads=self._model.kv_heads,
+                head_dim=self._spec.head_dim,
+                tokens=self._config.kv_cache_tokens,
+                dtype=self._model.dtype,
+                device=self._model.device,
+            )
+
+    def close(self) -> None:
+        """See `RolloutEngine.close`."""
+        self.sleep()
+        self._model.params.clear()
+
+    def _stop_ids(self, sampling: SamplingConfig) -> Tensor:
+        ids = sorted({*self._eos_token_ids, *sampling.stop_token_ids})
+        return torch.tensor(ids, dtype=torch.int64, device=self._model.device)

@@ -1,0 +1,111 @@
+"""Which token a uniform number stands for."""
+
+import pytest
+import torch
+
+from rlhf.config.rollout import SamplingConfig
+from rlhf.rollout.native.sampler import sample
+from rlhf.rollout.seeds import sample_seed, uniforms
+
+VOCAB, PADDED = 150, 192
+
+
+def padded_logits(rows: int = 1, seed: int = 3) -> torch.Tensor:
+    """[PADDED, rows]; the padding is tempting."""
+    logits = torch.randn(VOCAB, 1, generator=torch.Generator().manual_seed(seed)) * 2
+    return torch.cat([logits, torch.full((PADDED - VOCAB, 1), 50.0)]).repeat(1, rows)
+
+
+def reference_probs(logits: torch.Tensor, sampling: SamplingConfig) -> torch.Tensor:
+    """Straight from the definitions of temperature, then top-k, then top-p; float64 [VOCAB]."""
+    probs = (logits[:VOCAB, 0].double() / sampling.temperature).softmax(0)
+    order = probs.argsort(descending=True)
+    kept = order[: sampling.top_k or VOCAB].tolist()
+    probs = torch.zeros_like(probs).index_copy(0, torch.tensor(kept), probs[kept])
+    probs /= probs.sum()
+    mass, nucleus = 0.0, []
+    for token in kept:
+        if mass >= sampling.top_p:
+            break
+        nucleus.append(token)
+        mass += float(probs[token])
+    probs = torch.zeros_like(probs).index_copy(0, torch.tensor(nucleus), probs[nucleus])
+    return probs / probs.sum()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.3, 17, 1.0), (1.0, 0, 0.8), (1.7, 0, 0.97), (0.9, 30, 0.7), (1.0, 1, 1.0)],
+)
+def test_tokens_follow_the_cut_distribution(temperature, top_k, top_p):
+    sampling = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p)
+    draws = 20_000
+    logits, expected = padded_logits(), reference_probs(padded_logits(), sampling)
+    numbers = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws  # an even grid: counts are exact to 1
+    tokens, logprobs = sample(logits.repeat(1, draws), VOCAB, numbers, sampling)
+    counts = tokens.bincount(minlength=PADDED)
+    assert counts[VOCAB:].sum() == 0
+    assert (counts[:VOCAB] - draws * expected).abs().max() <= 1.01
+    assert (counts[:VOCAB][expected == 0] == 0).all()
+    whole = (logits[:VOCAB, 0] / temperature).log_softmax(0)
+    torch.testing.assert_close(logprobs, whole[tokens], atol=2e-6, rtol=0)
+
+
+def test_counts_of_hashed_uniforms_pass_a_chi_square_test():
+    sampling = SamplingConfig(temperature=1.2, top_k=25)
+    expected = reference_probs(padded_logits(), sampling)
+    seeds = torch.tensor([sample_seed(1, sample, 0) for sample in range(10_000)])
+    tokens, _ = sample(padded_logits(10_000), VOCAB, uniforms(seeds, torch.full_like(seeds, 4)), sampling)
+    kept = expected > 0
+    counts = tokens.bincount(minlength=PADDED)[:VOCAB]
+    chi2 = float(((counts - 10_000 * expected)[kept] ** 2 / (10_000 * expected)[kept]).sum())
+    assert chi2 < 55  # 24 degrees of freedom: 99.97 % of right samplers stay below
+
+
+def test_zero_temperature_takes_the_largest_and_reports_the_untempered_logprob():
+    logits = padded_logits()
+    tokens, logprobs = sample(logits.clone(), VOCAB, torch.zeros(1).double(), SamplingConfig(temperature=0.0))
+    assert tokens.item() == logits[:VOCAB, 0].argmax().item()
+    torch.testing.assert_close(logprobs, logits[:VOCAB, 0].log_softmax(0)[tokens])
+
+
+def test_extreme_uniforms_never_choose_an_impossible_token():
+    logits = torch.full((PADDED, 4), float("-inf"))
+    logits[5], logits[70], logits[149] = -80.0, 0.0, -90.0
+    logits[:, 2:] = float("-inf")
+    logits[[3, 4], 2:] = 1.0
+    last = 1.0 - 2.0**-53
+    tokens, _ = sample(logits, VOCAB, torch.tensor([0.0, last, 0.0, last], dtype=torch.float64), SamplingConfig())
+    assert tokens.tolist()[1:] == [70, 3, 4]
+    assert tokens[0] in (5, 70)
+
+
+def test_uniforms_are_even_in_seed_and_position_and_unlike_their_neighbours():
+    seeds = torch.tensor([sample_seed(9, sample, 0) for sample in range(400)])
+    drawn = uniforms(seeds[:, None], torch.arange(500))
+    assert 0 <= float(drawn.min()) < 1e-4
+    assert 1 - 1e-4 < float(drawn.max()) < 1
+    assert abs(float(drawn.mean()) - 0.5) < 5 / (12 * drawn.numel()) ** 0.5
+    pairs = torch.stack([drawn[:, :-1].flatten(), drawn[:, 1:].flatten()])
+    assert abs(float(torch.corrcoef(pairs)[0, 1])) < 0.01
+    pairs = torch.stack([drawn[:-1].flatten(), drawn[1:].flatten()])
+    assert abs(float(torch.corrcoef(pairs)[0, 1])) < 0.01
+
+
+def test_uniforms_equal_splitmix64():
+    def reference(seed: int, position: int) -> float:
+        mask, state = 2**64 - 1, seed + (position + 1) * 0x9E3779B97F4A7C15
+        z = state & mask
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        return ((z ^ (z >> 31)) >> 11) / 2**53
+
+    for seed in (0, 1, -1, 2**63 - 1, -(2**63), 123456789):
+        found = uniforms(torch.tensor([seed]), torch.tensor([0, 1, 4095])).tolist()
+        assert found == [reference(seed, position) for position in (0, 1, 4095)]
+
+
+def test_seeds_differ_in_every_argument():
+    seeds = {sample_seed(run, sample, attempt) for run in range(9) for sample in range(90) for attempt in range(9)}
+    assert len(seeds) == 9 * 90 * 9
+    assert all(-(2**63) <= seed < 2**63 for seed in seeds)

@@ -1,0 +1,100 @@
+"""Tiny transformers models with nothing equal or at its initial value, and native engines with their weights."""
+
+from collections.abc import Mapping
+
+import torch
+import transformers
+from torch import Tensor
+
+from rlhf.config.rollout import RolloutConfig
+from rlhf.data.batch import PromptBatch, PromptRecord
+from rlhf.data.ragged import Ragged
+from rlhf.families.registry import spec_of
+from rlhf.reshard.layout import ModelLayout
+from rlhf.rollout.native.engine import NativeEngine
+
+CPU = torch.device("cpu")
+COMMON = {
+    "vocab_size": 131,
+    "hidden_size": 44,
+    "intermediate_size": 52,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 307,
+    "rms_norm_eps": 3e-5,
+    "initializer_range": 0.15,
+}
+ROPE_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 731.0,
+    "factor": 3.7,
+    "low_freq_factor": 1.3,
+    "high_freq_factor": 2.9,
+    "original_max_position_embeddings": 17,
+}
+"""Unusual factors, with bands of kept, blended and divided frequencies."""
+CASES = {
+    "llama": (transformers.LlamaConfig, {"tie_word_embeddings": False, "rope_parameters": ROPE_LLAMA3}),
+    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (transformers.Qwen3Config, {"tie_word_embeddings": False, "num_hidden_layers": 2}),
+}
+LENGTHS = (9, 1, 23, 4, 70, 2)
+"""Of the prompts: one token, and more than one span of attention."""
+
+
+def hf_model(name: str, **changes: object) -> transformers.PreTrainedModel:
+    """Random model in eval mode."""
+    config_class, extra = CASES[name]
+    torch.manual_seed(sum(map(ord, name)))
+    model = transformers.AutoModelForCausalLM.from_config(config_class(**{**COMMON, **extra, **changes}))
+    with torch.no_grad():
+        for key, param in model.named_parameters():
+            if key.endswith("bias") or "norm" in key:
+                param.add_(torch.randn_like(param) * 0.3)
+    return model.eval()
+
+
+def fill(params: Mapping[str, Tensor], layout: ModelLayout, rank: int, weights: Mapping[str, Tensor]) -> None:
+    """Write a rank's blocks of the logical tensors into its parameters, as a weight sync would."""
+    with torch.no_grad():
+        for piece in layout.holdings(rank):
+            params[piece.param][piece.param_box(piece.box).slices] = weights[piece.tensor][piece.box.slices]
+
+
+def make_engine(model: transformers.PreTrainedModel, *, rank: int = 0, groups=(None, None), **settings) -> NativeEngine:
+    """Engine of tp ranks with the model's weights; `settings` go to RolloutConfig or to the engine."""
+    own = {k: settings.pop(k) for k in ("eos_token_ids", "on_progress", "batch_invariant", "run_seed") if k in settings}
+    config = RolloutConfig(**{"kv_cache_tokens": 4096, **settings})
+    engine = NativeEngine(
+        spec_of(model.config.to_dict(), where="tiny"),
+        config,
+        tp_group=groups[0],
+        cpu_group=groups[1],
+        device=CPU,
+        dtype=torch.float32,
+        **{"run_seed": 11, "eos_token_ids": (), **own},
+    )
+    fill(engine.params(), engine.layout(), rank, model.state_dict())
+    return engine
+
+
+def prompts(lengths=LENGTHS, *, samples: int = 1, seed: int = 5, vocab_size: int = 131) -> PromptBatch:
+    """Random prompts of these lengths, each repeated `samples` times."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(0, vocab_size, (n,), generator=generator) for n in lengths]
+    repeated = [row for row in rows for _ in range(samples)]
+    return PromptBatch(
+        sample_ids=torch.arange(len(repeated)) + 1000,
+        prompt_ids=torch.arange(len(rows)).repeat_interleave(samples),
+        tokens=Ragged.of(repeated, dtype=torch.int64),
+        records=(PromptRecord("", "", {}),) * len(repeated),
+    )
+
+
+def reference_logprobs(model, prompt: Tensor, response: Tensor, temperature: float = 1.0) -> Tensor:
+    """Of the response's tokens, by transformers, in one forward pass."""
+    with torch.no_grad():
+        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
