@@ -23,8 +23,13 @@ class PatchError(RuntimeError):
 class Mend(Protocol):
     """One applied change."""
 
-    why: str
-    drop_when: str
+    @property
+    def why(self) -> str:
+        """The upstream fault."""
+
+    @property
+    def drop_when(self) -> str:
+        """What makes the change superfluous."""
 
     def apply(self) -> None:
         """Put the change in place; a second call changes nothing."""

@@ -95,11 +95,11 @@ def pack(table: Table) -> tuple[Tensor, Tensor]:
         ShapeError: A column has another dtype than it declares, or is of a kind that cannot travel.
     """
     lengths, parts = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.uint8)]
-    for (is_ragged, dtype), value in zip(_leaves(type(table)), _values(table), strict=True):
+    for (_, dtype), value in zip(_leaves(type(table)), _values(table), strict=True):
         flat = value.values if isinstance(value, Ragged) else value
         if flat.dtype != dtype:
             raise ShapeError(f"exchange: a column of {type(table).__name__} is {flat.dtype}; it declares {dtype}")
-        if is_ragged:
+        if isinstance(value, Ragged):
             lengths.append(value.lengths)
         data = flat.detach().cpu().contiguous().view(torch.uint8).reshape(-1)
         parts += [data, data.new_zeros(-data.numel() % _ALIGN)]

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -143,7 +144,7 @@ class HfFolder:
                 raise self._damaged(file, error) from error
         return self._handles[file]
 
-    def _slice(self, name: str):  # noqa: ANN202  (PySafeSlice is not a public type)
+    def _slice(self, name: str) -> Any:  # PySafeSlice is not a public type
         self.file_of(name)
         file = self._file_of[name]
         try:

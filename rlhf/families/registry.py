@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rlhf.errors import CheckpointError
 from rlhf.families.family import Family, TensorRule
@@ -34,7 +35,7 @@ def read_spec(folder: Path) -> ModelSpec:
     return spec_of(read_json(path), where=str(path))
 
 
-def read_json(path: Path) -> dict[str, object]:
+def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of a checkpoint folder.
 
     Raises:
@@ -51,7 +52,7 @@ def read_json(path: Path) -> dict[str, object]:
     return found
 
 
-def spec_of(config: Mapping[str, object], *, where: str) -> ModelSpec:
+def spec_of(config: Mapping[str, Any], *, where: str) -> ModelSpec:
     """Spec from the content of a config.json (written by transformers 4.x or 5.x).
 
     Raises:
@@ -152,7 +153,7 @@ def family_of(spec: ModelSpec) -> Family:
     raise CheckpointError(f"model: family {spec.family!r}; needs one of {', '.join(f.name for f in FAMILIES)}")
 
 
-def _family_of(config: Mapping[str, object], where: str) -> Family:
+def _family_of(config: Mapping[str, Any], where: str) -> Family:
     """By `architectures`; a config without it goes by `model_type`."""
     named = config.get("architectures") or []
     for family in FAMILIES:
@@ -165,7 +166,7 @@ def _family_of(config: Mapping[str, object], where: str) -> Family:
     raise CheckpointError(f"{where}: architecture {found}; needs one of {known}; choose such a model")
 
 
-def _refuse(family: Family, config: Mapping[str, object], where: str) -> None:
+def _refuse(family: Family, config: Mapping[str, Any], where: str) -> None:
     """Name the first feature that changes the model's function and that nothing here implements."""
     for key, supported in {**_REFUSED_ANYWHERE, **family.refused}.items():
         found = config.get(key)
@@ -180,7 +181,7 @@ def _refuse(family: Family, config: Mapping[str, object], where: str) -> None:
         )
 
 
-def _positive(entries: Mapping[str, object], key: str, where: str) -> int:
+def _positive(entries: Mapping[str, Any], key: str, where: str) -> int:
     found = entries.get(key)
     if isinstance(found, bool) or not isinstance(found, int) or found < 1:
         said = "missing" if found is None else f"{found!r}"

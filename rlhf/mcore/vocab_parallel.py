@@ -6,6 +6,7 @@ rank, C = tokens of a chunk.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -129,7 +130,7 @@ class _LogProbs(torch.autograd.Function):
         return sums_3R[2] - logsumexp_R, entropy_R
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple:
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple:
         hidden, weight, local_R, here_R, logsumexp_R, entropy_R = ctx.saved_tensors
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(logsumexp_R)

@@ -60,7 +60,9 @@ class ProgressDisplay(Protocol):
     def __enter__(self) -> Self:
         """Begin to show."""
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Leave the terminal as it was, also when the run failed."""
 
     def enter(self, phase: str) -> None:

@@ -90,10 +90,11 @@ def run_minibatches(
     """
     dp = model.groups.grid.size("dp")
     number = (model.groups.dp_rank + dp * torch.arange(len(rows))) // cut.minibatch_rows
-    reports = []
+    cpu_dp, reports = model.groups.cpu_dp, []
+    assert cpu_dp is not None, "only ranks of the pool train"
     for m in cut.order():
         part = rows.select(torch.nonzero(number == m).flatten())
-        counted = sum_of(float(part.loss_mask.values.sum()), model.groups.cpu_dp)
+        counted = sum_of(float(part.loss_mask.values.sum()), cpu_dp)
         reports.append(
             train_step(
                 model,

@@ -78,7 +78,7 @@ class GroupTransport:
         """See `Transport.post`."""
         if self._batched:
             return self._post_together(receives, list(sends))
-        works = []
+        works: list[Work | None] = []
         for parcel in receives:
             works.append(dist.irecv(parcel.data, src=parcel.peer, group=self._group))
             self.traffic.count_received(parcel)
@@ -102,12 +102,13 @@ class GroupTransport:
 
 @dataclass(frozen=True, slots=True)
 class _Works:
-    works: Sequence[Work]
+    works: Sequence[Work | None]
     kept: Sequence[Parcel]
 
     def wait(self) -> None:
         for work in self.works:
-            work.wait()
+            if work is not None:  # torch gives None to ranks outside the group
+                work.wait()
 
 
 class MemoryHub:

@@ -59,9 +59,10 @@ class SFTLoop:
 
     def step(self, step: int) -> StepReport:
         """One optimizer step on the step's rows."""
-        groups = self.model.groups
+        groups, cpu_dp = self.model.groups, self.model.groups.cpu_dp
+        assert cpu_dp is not None, "every rank of an SFT run is in the actor's pool"
         rows = answer_rows(self.answers.rows_of(step, groups.dp_rank, groups.grid.size("dp")))
-        counted = sum_of(float(rows.loss_mask.values.sum()), groups.cpu_dp)
+        counted = sum_of(float(rows.loss_mask.values.sum()), cpu_dp)
         return train_step(
             self.model,
             self.optimizer,

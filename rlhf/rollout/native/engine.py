@@ -69,7 +69,7 @@ class NativeEngine:
                 )
             mine = (prompts.tokens.values.cpu(), prompts.tokens.lengths, prompts.sample_ids.cpu())
         tokens, lengths, sample_ids = self._peers.share_rows(mine, count=3)
-        rows = []
+        rows: list[tuple[SamplingConfig, Row]] = []
         for row, sample_id in zip(tokens.split(lengths.tolist()), sample_ids.tolist(), strict=True):
             check_fits(row.numel(), sampling.max_new_tokens, self._config.kv_cache_tokens, sample_id=sample_id)
             seed = sample_seed(self._run_seed, sample_id, attempt)
