@@ -64,12 +64,17 @@ class GroupTransport:
     """torch.distributed point to point on a given group (gloo or NCCL), never on WORLD's own channels.
 
     Raises:
-        WeightSyncError: This rank is not in the group.
+        WeightSyncError: This rank is not in the group, or the group is WORLD.
     """
 
     def __init__(self, group: ProcessGroup, topology: Topology) -> None:
         if dist.get_rank(group) < 0:
             raise WeightSyncError("reshard: this rank is not in the transfer group; needs a group of both pools")
+        if group is dist.group.WORLD:
+            raise WeightSyncError(
+                "reshard: the transfer group is WORLD, which others use for their own traffic; needs its own; "
+                "make one with GroupFactory"
+            )
         self._group = group
         self._batched = dist.get_backend(group) == "nccl"
         self.traffic = Traffic(dist.get_rank(), topology)

@@ -1,0 +1,96 @@
+"""What the ranks of the multi-process tests do. Imports torch and nothing heavier, for eight processes pay for it."""
+
+from collections.abc import Mapping
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlhf.dist.groups import GroupFactory
+from rlhf.errors import LayoutError, WeightSyncError
+from rlhf.reshard.layout import ModelLayout
+from rlhf.reshard.topology import Link, Topology
+from rlhf.reshard.transport import GroupTransport, Parcel
+from rlhf.reshard.weight_sync import WeightSync
+from tests.reshard.toy import brute_force_bound, empty_params, filled_params, full_tensors
+
+Pair = tuple[ModelLayout, ModelLayout]
+
+
+def as_table(layout: ModelLayout) -> ModelLayout:
+    """The same layout, as data that can be sent to another process."""
+    table = {rank: layout.holdings(rank) for rank in layout.ranks}
+    return ModelLayout(dict(layout.tensors), layout.dtype, layout.ranks, table.__getitem__)
+
+
+def three_syncs(src: ModelLayout, dst: ModelLayout, topology: Topology, factory: GroupFactory, bucket: int) -> None:
+    group = factory.cpu_group([tuple(sorted({*src.ranks, *dst.ranks}))])
+    sync = WeightSync(src, dst, topology=topology, group=group, bucket_bytes=bucket)
+    rank = dist.get_rank()
+    assert (sync.certificate is None) == (group is None)
+    if sync.certificate is not None:
+        assert sync.certificate.bound == 4 * sum(brute_force_bound(src, dst).values())
+        assert sync.certificate.ratio == 1.0
+        assert 0 <= sync.certificate.staging_bytes <= 2 * bucket
+        assert "ratio 1.000" in sync.certificate.render()
+    for number in range(3):
+        full = {name: tensor + 1000 * number for name, tensor in full_tensors(src.tensors).items()}
+        params = filled_params(src, rank, full, padding=3)
+        landed = empty_params(dst, rank, fill=-7.0, padding=1)
+        stats = sync.update_weights(params, landed)
+        expected = empty_params(dst, rank, fill=-7.0, padding=1)
+        for one in dst.holdings(rank) if rank in dst.ranks else ():
+            expected[one.param][one.param_box(one.box).slices] = full[one.tensor][one.box.slices]
+        assert landed.keys() == expected.keys()
+        for name in expected:
+            assert torch.equal(landed[name], expected[name]), name
+        if sync.certificate is not None:
+            assert stats.moved == stats.bound == sync.certificate.bound
+            assert dict(stats.received) == sync.certificate.bytes_by_link()
+        else:
+            assert stats.moved == 0
+
+
+def several_pools(world: int, pairs: Mapping[str, Pair]) -> None:
+    """Every pair of layouts, in small and in large buckets; then what must be refused."""
+    factory = GroupFactory(device_backend="gloo", timeout=timedelta(seconds=60))
+    for number, (src, dst) in enumerate(pairs.values()):
+        topology = Topology.blocks(world, ranks_per_node=(2, 4, 8)[number % 3])
+        for bucket in (200, 1 << 20):
+            three_syncs(src, dst, topology, factory, bucket)
+    refusals(world, factory, *next(iter(pairs.values())))
+    ring(world, factory)
+
+
+def ring(world: int, factory: GroupFactory) -> None:
+    """Each rank sends two parcels to the next; one by one as over gloo, and fused as over NCCL."""
+    rank, topology = dist.get_rank(), Topology.blocks(world, ranks_per_node=2)
+    for fused in (False, True):
+        transport = GroupTransport(factory.cpu_group([tuple(range(world))]), topology)
+        transport._batched = fused
+        landing = [torch.zeros(3), torch.zeros(5)]
+        before, after = (rank - 1) % world, (rank + 1) % world
+        sends = (Parcel(after, torch.full((size,), float(10 * rank + size))) for size in (3, 5))
+        transport.post([Parcel(before, data) for data in landing], sends).wait()
+        assert [data.tolist() for data in landing] == [[10.0 * before + size] * size for size in (3, 5)]
+        near, far = (Link.SAME_NODE, Link.ACROSS_NODES) if rank % 2 else (Link.ACROSS_NODES, Link.SAME_NODE)
+        assert transport.traffic.received[near] == transport.traffic.sent[far] == 4 * (3 + 5)
+        assert transport.traffic.received[far] == transport.traffic.sent[near] == 0
+
+
+def refusals(world: int, factory: GroupFactory, src: ModelLayout, dst: ModelLayout) -> None:
+    """`src` and `dst` cover all ranks."""
+    topology = Topology.blocks(world, ranks_per_node=2)
+    everyone = factory.cpu_group([tuple(range(world))])
+    with pytest.raises(WeightSyncError, match="planned different messages"):
+        WeightSync(src, dst, topology=topology, group=everyone, bucket_bytes=64 if dist.get_rank() else 1 << 20)
+    name = next(iter(dst.tensors))
+    bad = ModelLayout({**dst.tensors, name: (3, 7)}, dst.dtype, dst.ranks, dst.holdings)
+    with pytest.raises(LayoutError, match=f"{name} has shape"):
+        WeightSync(src, bad, topology=topology, group=everyone)
+    with pytest.raises(WeightSyncError, match="group is WORLD"):
+        WeightSync(src, dst, topology=topology, group=dist.group.WORLD)
+    few = factory.cpu_group([(0, 1), tuple(range(2, world))])
+    with pytest.raises(WeightSyncError, match="needs the ranks of both pools"):
+        WeightSync(src, dst, topology=topology, group=few)
