@@ -23,7 +23,7 @@ signals:
 
 examples:
   scripts/launch.sh configs/quickstart/ppo.yaml
-  scripts/launch.sh --nproc 8 configs/qwen3_8b/gsm8k.yaml ppo.clip_eps=0.1
+  scripts/launch.sh --nproc 2 configs/quickstart/ppo.yaml name=small_steps ppo.clip_eps=0.1
   srun --ntasks-per-node=1 scripts/launch.sh --nproc 8 --nnodes 4 --rendezvous "$HEAD:29500" CONFIG
 TEXT
 }
