@@ -1,4 +1,4 @@
-"""One rank: bfloat16 with fp32 gradients, and refusals. Layouts are proved in test_logits and test_gradients."""
+"""One rank: bfloat16 with fp32 gradients, and refusals. Layouts are proved in test_parity."""
 
 import math
 from collections.abc import Iterator

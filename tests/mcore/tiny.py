@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-import transformers
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+
+if TYPE_CHECKING:  # ranks that only read the checkpoints need not wait for the import
+    import transformers
 
 LENGTHS = (7, 1, 19, 4, 12)
 """Of the packed sequences; 43 tokens, so that tp 2 needs a padding sequence."""
@@ -36,17 +39,21 @@ COMMON = {
 }
 
 CASES = {
-    "llama": (transformers.LlamaConfig, {"tie_word_embeddings": False, "rope_parameters": ROPE_LLAMA3}),
-    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
-    "qwen3": (transformers.Qwen3Config, {"tie_word_embeddings": False, "num_hidden_layers": 3}),
+    "llama": ("LlamaConfig", {"tie_word_embeddings": False, "rope_parameters": ROPE_LLAMA3}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"tie_word_embeddings": False, "num_hidden_layers": 3}),
 }
 """Name -> config class and what differs from COMMON."""
 
 
-def make_checkpoint(name: str, folder: Path, *, num_labels: int = 0, **changes: object) -> transformers.PreTrainedModel:
+def make_checkpoint(
+    name: str, folder: Path, *, num_labels: int = 0, **changes: object
+) -> "transformers.PreTrainedModel":
     """Random model in eval mode, saved in folder; num_labels > 0 gives a sequence classifier."""
+    import transformers
+
     config_class, extra = CASES[name]
-    config = config_class(**{**COMMON, **extra, **changes})
+    config = getattr(transformers, config_class)(**{**COMMON, **extra, **changes})
     torch.manual_seed(sum(map(ord, name)))
     if num_labels:
         config.num_labels = num_labels

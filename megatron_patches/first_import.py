@@ -1,0 +1,29 @@
+"""Fault: importing Megatron-Core compiles its fused functions with torch.compile, whether or not they will be used.
+
+The import of the compiler takes a third of Megatron's own, in each rank, and a machine without a C++ compiler could not
+run the result. Without a GPU no fused function is used, so there they stay plain Python. Imports nothing of Megatron
+itself, since it must come first.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable
+
+import torch
+
+
+def _as_written(function: Callable[..., object] | None = None, **_options: object) -> object:
+    """The function itself; or, called with options only, the decorator that gives it."""
+    return _as_written if function is None else function
+
+
+def import_megatron() -> None:
+    """Import Megatron-Core; does nothing where it is imported already or a GPU is present."""
+    if "megatron.core" in sys.modules or torch.cuda.is_available():
+        return
+    compile_function = torch.compile
+    torch.compile = _as_written
+    try:
+        importlib.import_module("megatron.core.models.gpt")
+    finally:
+        torch.compile = compile_function
