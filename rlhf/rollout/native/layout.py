@@ -6,6 +6,7 @@ up; `embed.weight` and `lm_head.weight` hold `vocab_rows` rows, of which those b
 to no box.
 """
 
+from functools import cache
 from math import ceil
 
 from rlhf.dist.grid import Grid
@@ -98,10 +99,13 @@ def native_layout(spec: ModelSpec, *, tp: int, dp: int, first_rank: int, dtype: 
     tensors = logical_tensors(spec, head=Head.LM)
     grid = Grid(("tp", "dp"), (tp, dp), first_rank)
 
-    def holdings(rank: int) -> tuple[ParamLayout, ...]:
-        tp_rank = grid.coords(rank)["tp"]
+    @cache
+    def shard(tp_rank: int) -> tuple[ParamLayout, ...]:
         found = (_held(spec, tensor, tp, tp_rank) for tensor in tensors)
         return tuple(piece for piece in found if piece is not None)
+
+    def holdings(rank: int) -> tuple[ParamLayout, ...]:
+        return shard(grid.coords(rank)["tp"])
 
     return ModelLayout(
         tensors={t.name: t.shape for t in tensors}, dtype=dtype, ranks=tuple(grid.ranks), holdings=holdings
