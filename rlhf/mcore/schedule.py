@@ -4,13 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_without_interleaving,
 )
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from rlhf.mcore.model import MegatronModel
@@ -49,7 +47,7 @@ def run_schedule(
 
         def loss(output_n1H: Tensor) -> tuple[Tensor, Tensor, Result]:
             value, result = finish(output_n1H.squeeze(1).index_select(0, packed.predict_index), number)
-            # Of three values Megatron divides the first by nothing, given calculate_per_token_loss.
+            # calculate_per_token_loss: of three values the first is divided by nothing, and zero tokens divide nothing.
             return value, torch.zeros((), dtype=torch.int, device=value.device), result
 
         return output, loss
@@ -70,18 +68,3 @@ def run_schedule(
             return forward_backward_no_pipelining(**arguments)
         communicator = P2PCommunicator(model.groups.collection.pp, model.config)
         return forward_backward_pipelining_without_interleaving(p2p_communicator=communicator, **arguments)
-
-
-def sum_model_grads(
-    chunks: list[torch.nn.Module],
-    _num_tokens: Tensor | None,
-    *,
-    pg_collection: ProcessGroupCollection,
-    force_all_reduce: bool,
-) -> None:
-    """Megatron's finalize_model_grads without its division by tokens: our losses are divided before.
-
-    For TransformerConfig.finalize_model_grads_func, beside calculate_per_token_loss=True, which keeps the schedule
-    from dividing by num_microbatches and DDP from averaging over dp. Collective over the model's pool.
-    """
-    finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)

@@ -21,6 +21,7 @@ from rlhf.data.table import Table
 from rlhf.dist.groups import GroupFactory
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.groups import make_groups
+from rlhf.mcore.layer_spec import prepare_megatron
 from rlhf.mcore.layout import local_params, megatron_layout
 from rlhf.mcore.load import load_weights
 from rlhf.mcore.lr_schedule import learning_rate
@@ -31,6 +32,7 @@ from rlhf.mcore.score import score_logprobs, score_values
 from rlhf.mcore.train_step import train_step
 from tests.harness.ranks import run_ranks
 from tests.mcore import float64_reference as reference
+from tests.mcore.test_gradients import forbid_parallel_state
 
 TEMPERATURE = 0.8
 # eps far above fp32 noise in a gradient (about 1e-7 of its size), or Adam turns the noise of a gradient that happens
@@ -255,6 +257,8 @@ def _run_case(case: Case, spec: ModelSpec, head: Head, folder: Path, factory: Gr
 
 
 def _run_cases(folder: str) -> None:
+    prepare_megatron(torch.device("cpu"))
+    forbid_parallel_state()
     factory = GroupFactory(device_backend="gloo", timeout=timedelta(seconds=60))
     for case in POLICY_CASES:
         tied = case.parallel.pp > 1 or case.parallel.dp > 1
