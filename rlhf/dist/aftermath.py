@@ -6,6 +6,7 @@ Exit code: that of exit.json. Processes are told by the job's id in their enviro
 """
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -83,6 +84,7 @@ def tail(path: Path, lines: int) -> str:
         file.seek(max(0, path.stat().st_size - 20000))
         text = file.read().decode(errors="replace")
     own = text[max(0, text.rfind("\n==== rank ")) :].lstrip("\n")  # earlier jobs in the folder wrote above
+    own = re.split(r"^[WE]\d{4} .*torch/distributed/elastic", own, maxsplit=1, flags=re.MULTILINE)[0]  # torchrun's own
     return "".join(f"  | {line}\n" for line in own.splitlines()[-lines:])
 
 

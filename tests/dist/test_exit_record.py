@@ -81,6 +81,17 @@ def test_the_verdict_shows_this_jobs_lines_of_the_blamed_log(tmp_path: Path) -> 
     assert "old words" not in text
 
 
+def test_the_verdict_shows_what_the_ranks_said_and_not_torchruns_report(tmp_path: Path) -> None:
+    launcher_log = tmp_path / "launcher.log"
+    launcher_log.write_text(
+        "ImportError: no module\nW1129 14:27:08.27 21326 torch/distributed/elastic/multiprocessing/api.py:1028] Sending\n"
+        "Traceback of torchrun\n"
+    )
+    text = verdict(ExitRecord(code=3, reason="torchrun ended with 1"), tmp_path, launcher_log)
+    assert "ImportError: no module" in text
+    assert "of torchrun" not in text
+
+
 def test_clear_marks_leaves_the_work(tmp_path: Path) -> None:
     for name in ("logs", "heartbeat", "checkpoints"):
         (tmp_path / name).mkdir()
