@@ -1,5 +1,6 @@
 """What this rank is doing, and since when. The watchdog reads it; loops set it."""
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +13,13 @@ class ProgressClock:
         self._state = ("start", time.monotonic())
         self._ticks = 0
         self._waiting = 0
+        self.changed = threading.Event()
+        """Set when a tick names another phase; who reads it clears it."""
 
     def tick(self, what: str) -> None:
         """Progress was made, in the phase `what` (such as "rollout")."""
+        if what != self._state[0]:
+            self.changed.set()
         self._state = (what, time.monotonic())
         self._ticks += 1
 

@@ -14,6 +14,7 @@ from rlhf.dist.exit_record import exit_path
 from rlhf.dist.heartbeat import RUNNING, Beat, Heart, beat_path, process_state, read_beat
 from rlhf.dist.progress_clock import ProgressClock
 
+SHORTEST_PERIOD_S = 0.2  # between two beats, however often the phase changes
 ENDED_GRACE_S = 10.0  # torchrun ends the ranks of its own host sooner; this is for other hosts
 
 
@@ -147,6 +148,7 @@ class Watchdog:
     def close(self) -> None:
         """End the thread."""
         self._quit.set()
+        self._clock.changed.set()
         self._thread.join()
 
     def peers(self) -> list[PeerView]:
@@ -167,7 +169,9 @@ class Watchdog:
 
     def _run(self) -> None:
         period, last = self._limits.period_s, time.monotonic()
-        while not self._quit.wait(period):
+        while not self._quit.wait(min(period, SHORTEST_PERIOD_S)):
+            self._clock.changed.wait(period)  # a new phase is put on record at once
+            self._clock.changed.clear()
             now = time.monotonic()
             if now - last > self._limits.alive_s / 2 + period:  # this process stood still itself: judge nobody by that
                 self._clock.excuse(now - last)

@@ -7,10 +7,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Self
 
 import psutil
 
-from rlhf.dist.heartbeat import read_beats
+from rlhf.dist.heartbeat import process_state, read_beats
 
 REPO = Path(__file__).resolve().parents[2]
 CONFIG = """
@@ -26,24 +27,30 @@ log: {{folder: {folder}/runs}}
 
 
 class LaunchedJob:
-    """`scripts/launch.sh --module tests.dist.death_worker` in one mode of that worker."""
+    """A job behind scripts/launch.sh, its console in a file."""
 
-    def __init__(self, folder: Path, *, mode: str, nproc: int = 4, overrides: tuple[str, ...] = ()) -> None:
+    def __init__(self, folder: Path, *arguments: str, nproc: int, env: dict[str, str]) -> None:
         self.run_folder = folder / "runs" / "death"
-        config = folder / "death.yaml"
-        config.write_text(CONFIG.format(nproc=nproc, folder=folder))
         self.nproc = nproc
         self.output = folder / "console.txt"
         with self.output.open("w") as console:
             self.launcher = subprocess.Popen(
-                ["scripts/launch.sh", "--module", "tests.dist.death_worker", str(config), *overrides],
+                ["scripts/launch.sh", *arguments],
                 cwd=REPO,
-                env={**os.environ, "RLHF_PYTHON": sys.executable, "RLHF_TEST_MODE": mode},
+                env={**os.environ, "RLHF_PYTHON": sys.executable, **env},
                 stdout=console,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
         self.seen: set[psutil.Process] = set()
+
+    @classmethod
+    def of_mode(cls, folder: Path, mode: str, *overrides: str, nproc: int = 4) -> Self:
+        """Ranks that run one function of tests/dist/death_worker.py."""
+        config = folder / "death.yaml"
+        config.write_text(CONFIG.format(nproc=nproc, folder=folder))
+        arguments = ["--module", "tests.dist.death_worker", str(config), *overrides]
+        return cls(folder, *arguments, nproc=nproc, env={"RLHF_TEST_MODE": mode})
 
     def look(self) -> None:
         """Remember every process that the job has now."""
@@ -64,6 +71,10 @@ class LaunchedJob:
     def signal_rank(self, rank: int, number: signal.Signals) -> None:
         """Send a signal to one rank's process alone."""
         os.kill(next(beat.pid for beat in read_beats(self.run_folder) if beat.rank == rank), number)
+
+    def victim_is_down(self, rank: int) -> bool:
+        """The rank has begun and is dead or stopped by now."""
+        return any(beat.rank == rank and process_state(beat) != "running" for beat in read_beats(self.run_folder))
 
     def torchrun(self) -> psutil.Process:
         """The launcher's torchrun."""

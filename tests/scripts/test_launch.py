@@ -15,7 +15,7 @@ pytestmark = pytest.mark.dist
 
 
 def test_a_good_job_ends_with_0_and_keeps_each_ranks_words(tmp_path: Path) -> None:
-    code, console, record = LaunchedJob(tmp_path, mode="finish", nproc=2).end()
+    code, console, record = LaunchedJob.of_mode(tmp_path, "finish", nproc=2).end()
     assert (code, record["code"], record["rank"]) == (0, 0, None)
     assert console == "hello of rank 0\n"
     assert "raw words of rank 0" in (tmp_path / "runs/death/logs/rank_0.log").read_text()
@@ -25,7 +25,7 @@ def test_a_good_job_ends_with_0_and_keeps_each_ranks_words(tmp_path: Path) -> No
 
 
 def test_a_rank_that_raises_ends_the_others_in_their_collective(tmp_path: Path) -> None:
-    code, console, record = LaunchedJob(tmp_path, mode="raise_on_rank_1").end()
+    code, console, record = LaunchedJob.of_mode(tmp_path, "raise_on_rank_1").end()
     assert (code, record["rank"], record["phase"]) == (3, 1, "score")
     assert "no such thing on rank 1" in record["reason"]
     assert "[rank 1] KeyError: 'no such thing on rank 1'" in console
@@ -34,7 +34,7 @@ def test_a_rank_that_raises_ends_the_others_in_their_collective(tmp_path: Path) 
 
 
 def test_a_killed_rank_is_named_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    job = LaunchedJob(tmp_path, mode="work_with_children")
+    job = LaunchedJob.of_mode(tmp_path, "work_with_children")
     job.wait_for_phase("rollout", "update")
     assert len(job.seen) >= 1 + 2 * job.nproc  # torchrun, the ranks, a child of each
     job.signal_rank(2, signal.SIGKILL)
@@ -46,7 +46,7 @@ def test_a_killed_rank_is_named_and_leaves_nothing_behind(tmp_path: Path) -> Non
 
 
 def test_a_stopped_rank_is_named_by_its_peers_and_killed(tmp_path: Path) -> None:
-    job = LaunchedJob(tmp_path, mode="work_with_children")
+    job = LaunchedJob.of_mode(tmp_path, "work_with_children")
     job.wait_for_phase("rollout", "update")
     job.signal_rank(2, signal.SIGSTOP)
     code, console, record = job.end()
@@ -58,14 +58,14 @@ def test_a_stopped_rank_is_named_by_its_peers_and_killed(tmp_path: Path) -> None
 
 
 def test_a_hung_rank_is_told_from_those_that_wait_for_it(tmp_path: Path) -> None:
-    code, console, record = LaunchedJob(tmp_path, mode="hang_on_rank_1").end(limit_s=90)
+    code, console, record = LaunchedJob.of_mode(tmp_path, "hang_on_rank_1").end(limit_s=90)
     assert (code, record["rank"], record["phase"]) == (3, 1, "score")
     assert "has made no progress for" in console
     assert "in hang_on_rank_1" in console  # the stack
 
 
 def test_usr1_stops_the_job_at_a_step_and_returns_75(tmp_path: Path) -> None:
-    job = LaunchedJob(tmp_path, mode="work", nproc=2)
+    job = LaunchedJob.of_mode(tmp_path, "work", nproc=2)
     job.wait_for_phase("rollout", "update")
     os.kill(job.launcher.pid, signal.SIGUSR1)
     code, console, record = job.end()
@@ -74,7 +74,7 @@ def test_usr1_stops_the_job_at_a_step_and_returns_75(tmp_path: Path) -> None:
 
 
 def test_term_ends_everything(tmp_path: Path) -> None:
-    job = LaunchedJob(tmp_path, mode="work_with_children", nproc=2)
+    job = LaunchedJob.of_mode(tmp_path, "work_with_children", nproc=2)
     job.wait_for_phase("rollout", "update")
     os.kill(job.launcher.pid, signal.SIGTERM)
     code, console, record = job.end()
@@ -83,7 +83,7 @@ def test_term_ends_everything(tmp_path: Path) -> None:
 
 
 def test_ranks_do_not_outlive_torchrun(tmp_path: Path) -> None:
-    job = LaunchedJob(tmp_path, mode="work_with_children", nproc=2)
+    job = LaunchedJob.of_mode(tmp_path, "work_with_children", nproc=2)
     job.wait_for_phase("rollout", "update")
     job.torchrun().kill()
     code, console, record = job.end()
@@ -92,7 +92,7 @@ def test_ranks_do_not_outlive_torchrun(tmp_path: Path) -> None:
 
 
 def test_a_bad_config_starts_nothing(tmp_path: Path) -> None:
-    job = LaunchedJob(tmp_path, mode="finish", overrides=("job.progres_limit_s=3",))
+    job = LaunchedJob.of_mode(tmp_path, "finish", "job.progres_limit_s=3")
     assert job.launcher.wait(timeout=60) == 2
     console = job.output.read_text()
     assert "job.progres_limit_s" in console
@@ -101,7 +101,7 @@ def test_a_bad_config_starts_nothing(tmp_path: Path) -> None:
 
 
 def test_a_second_job_in_the_same_folder_is_refused(tmp_path: Path) -> None:
-    job = LaunchedJob(tmp_path, mode="work", nproc=1)
+    job = LaunchedJob.of_mode(tmp_path, "work", nproc=1)
     job.wait_for_phase("rollout", "update")
     second = subprocess.run(
         ["scripts/launch.sh", "--module", "tests.dist.death_worker", tmp_path / "death.yaml"],
