@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rlhf.config.rollout import SamplingConfig
-from rlhf.rollout.native.kv_cache import KvCache
+from rlhf.rollout.native.kv_cache import SPAN_STEP, KvCache
 from rlhf.rollout.native.model import FULL_ROWS, DecodeStep, NativeModel, PromptPack
 from rlhf.rollout.native.peers import Peers
 from rlhf.rollout.native.responses import Responses
@@ -21,9 +21,8 @@ from rlhf.rollout.seeds import uniforms
 PREFILL_TOKENS = 4096
 """Most prompt tokens in one prefill; enough for full speed, little enough for the activations of large models."""
 
-LENGTH_STEP = 64
-"""Attention spans and padded prompts are multiples of this: few distinct shapes, and row blocks of SDPA that are never
-so short that their last bits differ."""
+PROMPT_STEP = 64
+"""Padded prompts are multiples of this, also for the last bits: SDPA's blocks of query rows are never short then."""
 
 
 class Decoder:
@@ -59,7 +58,7 @@ class Decoder:
     def _cut_cache(self, rows: list[Row], max_running: int) -> int:
         """Slots as long as the longest row may get; as many of them as fit. Returns how many."""
         longest = max(len(row.prompt) for row in rows) + self._sampling.max_new_tokens - 1
-        slot_tokens = min(_multiple(longest, LENGTH_STEP), self._cache.tokens)
+        slot_tokens = _multiple(longest, SPAN_STEP)
         num_slots = min(len(rows), max_running, self._cache.tokens // slot_tokens)
         self._cache.cut(num_slots=num_slots, slot_tokens=slot_tokens)
         return num_slots
@@ -93,7 +92,7 @@ class Decoder:
 
     def _pack(self, prompts: list[tuple[int, ...]], slots: list[list[int]], rotary: Tensor) -> PromptPack:
         device, lengths = self._model.device, torch.tensor([len(p) for p in prompts])
-        num_tokens, longest = int(lengths.sum()), _multiple(int(lengths.max()), LENGTH_STEP)
+        num_tokens, longest = int(lengths.sum()), _multiple(int(lengths.max()), PROMPT_STEP)
         prompt_of = torch.repeat_interleave(torch.arange(len(prompts)), lengths)
         positions = torch.arange(num_tokens) - (lengths.cumsum(0) - lengths)[prompt_of]
         padding = (0, _multiple(num_tokens, FULL_ROWS) - num_tokens)
@@ -132,7 +131,7 @@ class Decoder:
 
     def _span(self) -> int:
         """Tokens that attention must look at: the longest running row's, rounded up."""
-        return min(_multiple(self._longest + self._num_steps, LENGTH_STEP), self._cache.slot_tokens)
+        return _multiple(self._longest + self._num_steps, SPAN_STEP)
 
     def _let_out(self, scheduler: Scheduler, running: RunningRows, tokens: Tensor, responses: Responses) -> None:
         """Take out rows that sampled a stop token or have all their tokens."""

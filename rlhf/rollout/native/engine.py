@@ -100,7 +100,9 @@ class NativeEngine:
             )
         if not self._peers.is_leader:
             return None
-        return responses.rollout(PromptBatch.concat(prompts), policy_version=self._policy_version)
+        return responses.rollout(
+            prompts[0] if len(prompts) == 1 else PromptBatch.concat(prompts), policy_version=self._policy_version
+        )
 
     def generate(self, prompts: PromptBatch | None, sampling: SamplingConfig, *, attempt: int = 0) -> Rollout | None:
         """See `RolloutEngine.generate`."""

@@ -5,16 +5,19 @@ and write all keys and values once more at every step. A step reads the first sl
 without a copy.
 """
 
-from math import prod
+from math import ceil, prod
 
 import torch
 from torch import Tensor
 
 from rlhf.errors import EngineError
 
+SPAN_STEP = 16
+"""Slots and attention spans are multiples of this: then the last bits of a row do not depend on the span."""
+
 
 class KvCache:
-    """Room for `tokens` tokens in every layer, cut into slots by `cut`.
+    """Room for `tokens` tokens (rounded up to SPAN_STEP) in every layer, cut into slots by `cut`.
 
     Shape of a layer's view: [2 (keys, values), slots, kv_heads, slot_tokens, head_dim].
     """
@@ -22,6 +25,7 @@ class KvCache:
     def __init__(
         self, *, num_layers: int, kv_heads: int, head_dim: int, tokens: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        tokens = ceil(tokens / SPAN_STEP) * SPAN_STEP
         self.tokens, self._kv_heads, self._head_dim = tokens, kv_heads, head_dim
         # zeros, since a masked entry still is 0 * value: memory that happens to hold NaN would reach the result
         self._memory: list[Tensor] = [
