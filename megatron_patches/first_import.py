@@ -22,7 +22,7 @@ def import_megatron() -> None:
     if "megatron.core" in sys.modules or torch.cuda.is_available():
         return
     compile_function = torch.compile
-    torch.compile = _as_written
+    torch.compile = _as_written  # type: ignore[assignment]  # of its overloads only this use matters
     try:
         importlib.import_module("megatron.core.models.gpt")
     finally:

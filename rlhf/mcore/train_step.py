@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,9 +34,10 @@ class Rows(Protocol):
 RowsT = TypeVar("RowsT", bound=Rows)
 
 Outputs = PolicyOutputs | ValueOutputs
-LossFn = Callable[[Outputs, RowsT], tuple[Tensor, dict[str, Tensor]]]
-"""Loss of a microbatch's rows (zero rows too), already divided by the denominator of the whole minibatch over all dp
-ranks, since gradients are plain sums; and named sums for the log, 0-d, always the same names."""
+LossFn = Callable[[Any, RowsT], tuple[Tensor, dict[str, Tensor]]]
+"""Loss of a microbatch: of the model's outputs (PolicyOutputs or ValueOutputs, as its head gives) and the rows (zero
+rows too). It is already divided by the denominator of the whole minibatch over all dp ranks, since gradients are plain
+sums. With it come named sums for the log, 0-d, always the same names."""
 
 
 @dataclass(frozen=True, slots=True)
