@@ -32,7 +32,7 @@ from rlhf.mcore.score import score_logprobs, score_values
 from rlhf.mcore.train_step import train_step
 from tests.harness.ranks import run_ranks
 from tests.mcore import float64_reference as reference
-from tests.mcore.test_gradients import forbid_parallel_state
+from tests.mcore.check_gradients import forbid_parallel_state
 
 TEMPERATURE = 0.8
 # eps far above fp32 noise in a gradient (about 1e-7 of its size), or Adam turns the noise of a gradient that happens
