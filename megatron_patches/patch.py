@@ -164,6 +164,11 @@ class Shim:
         """What is replaced, as package.module:name."""
         return f"{self.module}:{self.name}"
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the module has the value now."""
+        return _find(self.target)[2] is self.value
+
     def lines(self) -> str:
         """The module's lines that mention the word."""
         source = inspect.getsource(_import(self.target, self.module))

@@ -52,3 +52,8 @@ def apply(mends: tuple[Mend, ...]) -> None:
     """
     for mend in mends:
         mend.apply()
+
+
+def runs_on_host() -> bool:
+    """Whether the device shims are in place, so that no model of this process can be on a GPU."""
+    return any(shim.in_place for shim in cuda_called_unconditionally.SHIMS)

@@ -9,7 +9,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron_patches.registry import apply, choose
+from megatron_patches.registry import apply, choose, runs_on_host
 
 
 def uses_transformer_engine(device: torch.device) -> bool:
@@ -23,7 +23,9 @@ def prepare_megatron(device: torch.device) -> None:
     Raises:
         PatchError: Megatron-Core is not the one that a patch was written for.
     """
-    apply(choose(has_cuda=device.type == "cuda", has_te=uses_transformer_engine(device)))
+    on_host = device.type != "cuda"
+    assert on_host or not runs_on_host(), "a process that has built a model on the CPU cannot build one on a GPU"
+    apply(choose(has_cuda=not on_host, has_te=uses_transformer_engine(device)))
 
 
 def make_layer_spec(*, qk_norm: bool, use_te: bool) -> ModuleSpec:

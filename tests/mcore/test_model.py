@@ -17,6 +17,7 @@ from rlhf.errors import LayoutError
 from rlhf.families.registry import read_spec
 from rlhf.families.spec import Head, RopeScaling
 from rlhf.mcore.groups import ModelGroups, make_groups
+from rlhf.mcore.layer_spec import prepare_megatron
 from rlhf.mcore.load import load_weights
 from rlhf.mcore.model import MegatronModel, build_model, head_weight
 from rlhf.mcore.rope import rotary_frequencies
@@ -98,3 +99,9 @@ def test_llama3_scaling_keeps_high_divides_low_and_blends_between() -> None:
     blend = 100 / (2 * math.pi / 0.1) - 1
     expected = plain * torch.tensor([1.0, blend + (1 - blend) / 4, 0.25, 0.25])
     torch.testing.assert_close(scaled, expected)
+
+
+def test_a_process_with_models_on_the_cpu_builds_none_on_a_gpu() -> None:
+    prepare_megatron(CPU)
+    with pytest.raises(AssertionError, match="cannot build one on a GPU"):
+        prepare_megatron(torch.device("cuda"))

@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_patches.registry import CPU, LAYOUTS, LOCAL_LAYERS, apply, choose
+from megatron_patches.registry import CPU, LAYOUTS, LOCAL_LAYERS, apply, choose, runs_on_host
 
 
 def test_a_cpu_needs_everything() -> None:
@@ -22,6 +22,7 @@ def test_a_gpu_without_transformer_engine_needs_our_layers_but_no_device_shims()
 def test_all_apply_to_the_pinned_megatron_twice() -> None:
     apply(choose(has_cuda=False, has_te=False))
     apply(choose(has_cuda=False, has_te=False))
+    assert runs_on_host()
 
 
 @pytest.mark.parametrize("mend", [*LAYOUTS, *CPU, *LOCAL_LAYERS], ids=lambda mend: mend.target)
