@@ -62,6 +62,15 @@ def test_counts_of_hashed_uniforms_pass_a_chi_square_test():
     assert chi2 < 55  # 24 degrees of freedom: 99.97 % of right samplers stay below
 
 
+def test_logprobs_of_a_large_vocabulary_are_those_of_float64():
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(49152, 3, generator=generator) * 4
+    tokens, logprobs = sample(logits.clone(), 49000, torch.rand(3, generator=generator).double(), SamplingConfig())
+    exact = logits[:49000].double().log_softmax(0).gather(0, tokens[None])[0]
+    # logits up to 20 have a spacing of 2e-6 in float32; adding the vocabulary up entry by entry would err by 1e-4
+    torch.testing.assert_close(logprobs.double(), exact, atol=2e-6, rtol=0)
+
+
 def test_zero_temperature_takes_the_largest_and_reports_the_untempered_logprob():
     logits = padded_logits()
     tokens, logprobs = sample(logits.clone(), VOCAB, torch.zeros(1).double(), SamplingConfig(temperature=0.0))
