@@ -82,6 +82,11 @@ trap 'forward TERM' TERM
 trap 'forward INT' INT
 trap 'touch "$run_folder/stop"' USR1
 
+if [[ -t 1 ]]; then # rank 0 draws on this terminal, but its own descriptors lead into its log
+    exec 8>&1 # inside $() 1 is a pipe
+    read -r LINES COLUMNS <<<"$(stty size <&8)" && export LINES COLUMNS
+    exec 8>&-
+fi
 # torchrun has a session of its own, so that a Ctrl-C reaches this script alone; its own noise goes into a file.
 RLHF_JOB_ID="$job_id" setsid "$python" -m torch.distributed.run --nnodes "$nnodes" \
     --nproc-per-node $((world_size / nnodes)) "${where[@]}" --max-restarts 0 --shutdown-timeout 10 \

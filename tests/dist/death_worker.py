@@ -1,4 +1,4 @@
-"""A rank that does what the test says: the smallest program that lives in a job. Imports torch and rlhf.dist only.
+"""A rank that does what the test says: the smallest program that lives in a job. Imports torch, rich and rlhf.dist only.
 
 RLHF_TEST_MODE=hang scripts/launch.sh --module tests.dist.death_worker CONFIG
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from rich.console import Console
 
 from rlhf.config.load import load_config
 from rlhf.dist.job import Ranks, job
@@ -43,6 +44,12 @@ def finish(ranks: Ranks) -> None:
     """Nothing, well."""
     print(f"hello of rank {ranks.rank}")
     os.write(1, f"raw words of rank {ranks.rank}\n".encode())
+
+
+def show_console(ranks: Ranks) -> None:
+    """What a display on rank 0 finds."""
+    if ranks.rank == 0:
+        print(f"terminal: {sys.stdout.isatty()}, size {Console().size}")
 
 
 def raise_on_rank_1(ranks: Ranks) -> None:

@@ -81,7 +81,7 @@ def test_shell_scripts_pass_shellcheck() -> None:
     subprocess.run(["shellcheck", *SCRIPTS], check=True)
 
 
-@pytest.mark.parametrize("name", ["setup", "test"])
+@pytest.mark.parametrize("name", ["setup", "test", "launch"])
 def test_scripts_explain_themselves(name: str) -> None:
     script = REPO / "scripts" / f"{name}.sh"
     shown = subprocess.run([script, "--help"], check=True, capture_output=True, text=True).stdout

@@ -1,10 +1,12 @@
 """Every way a job ends, through scripts/launch.sh, with ranks that import torch alone."""
 
 import os
+import pty
 import signal
 import socket
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,24 @@ def test_a_good_job_ends_with_0_and_keeps_each_ranks_words(tmp_path: Path) -> No
     other = (tmp_path / "runs/death/logs/rank_1.log").read_text()
     assert "hello of rank 1" in other
     assert "raw words of rank 1" in other
+
+
+def test_rank_0_draws_on_the_terminal_it_was_started_from(tmp_path: Path) -> None:
+    config = tmp_path / "death.yaml"
+    config.write_text(CONFIG.format(nproc=1, folder=tmp_path))
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (33, 111))
+    launcher = subprocess.Popen(
+        ["scripts/launch.sh", "--module", "tests.dist.death_worker", str(config)],
+        cwd=REPO,
+        env={**os.environ, "RLHF_PYTHON": sys.executable, "RLHF_TEST_MODE": "show_console"},
+        stdout=theirs,
+    )
+    assert launcher.wait(timeout=90) == 0
+    shown = os.read(ours, 10000).decode()
+    os.close(ours)
+    os.close(theirs)
+    assert "terminal: True, size ConsoleDimensions(width=111, height=33)" in shown
 
 
 def test_a_rank_that_raises_ends_the_others_in_their_collective(tmp_path: Path) -> None:
