@@ -126,7 +126,7 @@ def test_random_init_reads_no_weights(tmp_path: Path, groups: ModelGroups) -> No
 
 
 BIG = tiny_spec(vocab_size=6001, hidden_size=512, ffn_size=1536, num_layers=6, head_dim=64, num_heads=8)
-"""31 million parameters, 125 MB; the largest tensor is the embedding, 12 MB."""
+"""25 million parameters, 100 MB; the largest tensor is the embedding, 12 MB."""
 
 SLACK = 4 * 2**20
 """Of the allocator and of the names, bytes."""
