@@ -177,6 +177,7 @@ def _policy(
         temperature=config.rollout.sampling.temperature,
         microbatch_tokens=role.microbatch_tokens,
         phase=site.timers.phase,
+        tick=site.ranks.progress.tick,
     )
 
 
@@ -190,6 +191,7 @@ def _critic(config: PPORunConfig, calls: RoleCalls, site: Site) -> Critic:
         calls=calls,
         microbatch_tokens=config.critic.microbatch_tokens,
         phase=site.timers.phase,
+        tick=site.ranks.progress.tick,
     )
 
 

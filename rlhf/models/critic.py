@@ -25,6 +25,8 @@ class Critic:
     microbatch_tokens: int
     phase: Callable[[str], AbstractContextManager[None]]
     """Times a named block on this rank."""
+    tick: Callable[[str], None]
+    """Tells the watchdog that this rank moves on, and with what."""
 
     def values(self, sequences: Sequences, *, owners: tuple[int, ...]) -> PendingRows[TokenScores]:
         """Value of the state before each response token; otherwise as Policy.logprobs."""
@@ -54,6 +56,7 @@ class Critic:
                     cut=cut,
                     microbatch_tokens=self.microbatch_tokens,
                     temperature=1.0,
+                    on_progress=lambda done, total: self.tick(f"update/critic {done}/{total}"),
                 )
 
         return self.calls.dispatch(Deal(order, self.groups.grid), run, rows, owners=owners)

@@ -83,16 +83,19 @@ def run_minibatches(
     cut: Cut,
     microbatch_tokens: int,
     temperature: float,
+    on_progress: Callable[[int, int], None],
 ) -> UpdateReport:
     """Train on the rows that were dealt to this dp rank. Collective over the model's pool.
 
     A minibatch's rows do not depend on the layout: they are those at positions m * minibatch_rows and on of the deal.
+    `on_progress` hears (steps done, steps in all) after each optimizer step.
     """
     dp = model.groups.grid.size("dp")
     number = (model.groups.dp_rank + dp * torch.arange(len(rows))) // cut.minibatch_rows
     cpu_dp, reports = model.groups.cpu_dp, []
     assert cpu_dp is not None, "only ranks of the pool train"
-    for m in cut.order():
+    order = cut.order()
+    for m in order:
         part = rows.select(torch.nonzero(number == m).flatten())
         counted = sum_of(float(part.loss_mask.values.sum()), cpu_dp)
         reports.append(
@@ -105,4 +108,5 @@ def run_minibatches(
                 temperature=temperature,
             )
         )
+        on_progress(len(reports), len(order))
     return UpdateReport.of(reports)

@@ -29,6 +29,8 @@ class Policy:
     microbatch_tokens: int
     phase: Callable[[str], AbstractContextManager[None]]
     """Times a named block on this rank."""
+    tick: Callable[[str], None]
+    """Tells the watchdog that this rank moves on, and with what."""
 
     def logprobs(self, sequences: Sequences, *, owners: tuple[int, ...]) -> PendingRows[TokenScores]:
         """Log-probs of the responses; `collect` gives each owner those of its rows.
@@ -61,6 +63,7 @@ class Policy:
                     cut=cut,
                     microbatch_tokens=self.microbatch_tokens,
                     temperature=self.temperature,
+                    on_progress=lambda done, total: self.tick(f"update/{self.name} {done}/{total}"),
                 )
 
         return self.calls.dispatch(Deal(order, self.groups.grid), run, rows, owners=owners)
