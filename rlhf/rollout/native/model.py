@@ -70,6 +70,7 @@ class NativeModel:
         self._first_vocab = peers.rank * vocab_rows(spec, peers.size)
         shapes = param_shapes(spec, peers.size)
         self.params = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+        self._mean = torch.full((1, spec.hidden_size), 1 / spec.hidden_size, device=device)
         self._layers = [self._layer_params(i) for i in range(spec.num_layers)]
 
     def _layer_params(self, layer: int) -> dict[str, Tensor]:
@@ -103,7 +104,7 @@ class NativeModel:
             queries = qkv[:, : self.heads].unflatten(1, (self.kv_heads, -1))
             grouped.copy_(_cached_attention(queries, *cache.read(i, rows, length), step.mask))
             self._finish_layer(hidden, mixed, params)
-        hidden = _rms_norm(hidden, self.params["final_norm.weight"], self.spec.norm_eps)
+        hidden = self._norm(hidden, self.params["final_norm.weight"])
         return _project(self.params["embed.weight" if self.spec.tied_embeddings else "lm_head.weight"], hidden)
 
     def _embed(self, tokens: Tensor) -> Tensor:
@@ -116,9 +117,18 @@ class NativeModel:
         found = functional.embedding(local.where(is_mine, 0), weight) * is_mine.unsqueeze(1)
         return self._peers.add_up(found.t().contiguous())
 
+    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm over the features of [H, N], in fp32.
+
+        The mean is a matrix product, since the order in which `mean` adds depends on N and on the row.
+        """
+        wide = hidden.float()
+        scale = torch.mm(self._mean, wide.square()).add_(self.spec.norm_eps).rsqrt_()
+        return (wide * scale).to(hidden.dtype).mul_(weight.unsqueeze(1))
+
     def _qkv(self, hidden: Tensor, params: dict[str, Tensor], rotary: Tensor) -> Tensor:
         """[rows, heads + 2 kv_heads, head_dim], queries and keys normed and rotated; rows of `rotary`."""
-        qkv = _project(params["qkv.weight"], _rms_norm(hidden, params["attn_norm.weight"], self.spec.norm_eps))
+        qkv = _project(params["qkv.weight"], self._norm(hidden, params["attn_norm.weight"]))
         if self.spec.qkv_bias:
             qkv.add_(params["qkv.bias"].unsqueeze(1))
         qkv = qkv[:, : rotary.shape[0]].t().contiguous().unflatten(1, (-1, self.spec.head_dim))
@@ -132,7 +142,7 @@ class NativeModel:
     def _finish_layer(self, hidden: Tensor, mixed: Tensor, params: dict[str, Tensor]) -> None:
         """Output projection of attention [N, heads * head_dim] and the FFN, added to hidden [H, N] in place."""
         hidden.add_(self._peers.add_up(_project(params["attn_out.weight"], mixed.t())))
-        normed = _rms_norm(hidden, params["mlp_norm.weight"], self.spec.norm_eps)
+        normed = self._norm(hidden, params["mlp_norm.weight"])
         gate, up = _project(params["gate_up.weight"], normed).chunk(2)
         gated = functional.silu(gate, inplace=True).mul_(up)
         hidden.add_(self._peers.add_up(_project(params["down.weight"], gated)))
@@ -141,13 +151,6 @@ class NativeModel:
 def _project(weight: Tensor, hidden: Tensor) -> Tensor:
     """Product of weight [out, in] and hidden [in, N]; very few rows are faster when each row is contiguous."""
     return torch.mm(weight, hidden.t().contiguous().t() if hidden.shape[1] < FULL_ROWS else hidden)
-
-
-def _rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Over the features of [H, N], in fp32."""
-    wide = hidden.float()
-    scale = wide.square().mean(0, keepdim=True).add_(eps).rsqrt_()
-    return (wide * scale).to(hidden.dtype).mul_(weight.unsqueeze(1))
 
 
 def _head_norm_(heads: Tensor, weight: Tensor, eps: float) -> None:

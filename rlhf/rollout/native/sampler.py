@@ -23,26 +23,49 @@ def sample(logits: Tensor, vocab_size: int, uniforms: Tensor, sampling: Sampling
     logits[vocab_size:] = float("-inf")
     if sampling.temperature not in (0.0, 1.0):
         logits.div_(sampling.temperature)
-    largest = logits.amax(0)
-    weights = logits.sub(largest).exp_()
-    # Not softmax(0): it adds up a vocabulary in float32, entry after entry, and is 2e-4 off at 150,000 of them.
-    total = weights.unflatten(0, (-1, VOCAB_MULTIPLE)).sum(1).sum(0, dtype=torch.float64)
-    tokens = logits.argmax(0) if sampling.temperature == 0.0 else _inverse_cdf(_cut(weights, sampling), uniforms)
-    chosen = logits.gather(0, tokens.unsqueeze(0)).squeeze(0)
-    return tokens, ((chosen - largest).double() - total.log()).float()
+    logits.sub_(logits.amax(0))
+    weights = logits.exp()
+    sums = _block_sums(weights)
+    if sampling.temperature == 0.0:
+        tokens = _largest(logits)
+    elif (kept := _cut(weights, sums[-1], sampling)) is weights:
+        tokens = _inverse_cdf(weights, sums, uniforms)
+    else:
+        tokens = _inverse_cdf(kept, _block_sums(kept), uniforms)
+    return tokens, (logits.gather(0, tokens.unsqueeze(0)).squeeze(0).double() - sums[-1].log()).float()
 
 
-def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
+def _block_sums(weights: Tensor) -> Tensor:
+    """Cumulative sums over whole blocks, float64 [blocks, N]; the last is the total.
+
+    A block is added up by a matrix product, since the order in which `sum` adds depends on N; softmax(0) adds a whole
+    vocabulary in float32, entry after entry, and is 2e-4 off at 150,000 of them.
+    """
+    ones = weights.new_ones(1, VOCAB_MULTIPLE)
+    return torch.matmul(ones, weights.unflatten(0, (-1, VOCAB_MULTIPLE))).squeeze(1).double().cumsum_(0)
+
+
+def _largest(logits: Tensor) -> Tensor:
+    """Index of the largest entry of each column, by block and then by entry: `argmax` over dim 0 is slow."""
+    blocks = logits.unflatten(0, (-1, VOCAB_MULTIPLE))
+    block = blocks.amax(1).argmax(0)
+    return block * VOCAB_MULTIPLE + _of_block(blocks, block).argmax(0)
+
+
+def _of_block(blocks: Tensor, block: Tensor) -> Tensor:
+    """The entries [VOCAB_MULTIPLE, N] of one block of each column."""
+    return blocks.gather(0, block.view(1, 1, -1).expand(1, VOCAB_MULTIPLE, -1)).squeeze(0)
+
+
+def _inverse_cdf(weights: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
     """First index of [V, N] whose cumulative weight exceeds uniform * total; never one of weight 0.
 
     Two levels, the block and then the entry, so that only short sums run one after the other.
     """
-    blocks = weights.unflatten(0, (-1, VOCAB_MULTIPLE))
-    sums = blocks.sum(1).double().cumsum_(0)
     target = _below(uniforms * sums[-1], sums[-1])
     block = (sums <= target).sum(0)
     before = sums.gather(0, (block - 1).clamp_(min=0).unsqueeze(0)).squeeze(0).where(block > 0, 0.0)
-    inside = blocks.gather(0, block.view(1, 1, -1).expand(1, VOCAB_MULTIPLE, -1)).squeeze(0).double().cumsum_(0)
+    inside = _of_block(weights.unflatten(0, (-1, VOCAB_MULTIPLE)), block).double().cumsum_(0)
     entry = (inside <= _below(target - before, inside[-1])).sum(0)
     return block * VOCAB_MULTIPLE + entry
 
@@ -52,8 +75,8 @@ def _below(target: Tensor, total: Tensor) -> Tensor:
     return torch.minimum(target, torch.nextafter(total, total.new_zeros(())))
 
 
-def _cut(weights: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Weights [V, N] (probabilities times any factor) with those outside top-k, then top-p, at 0; ties stay."""
+def _cut(weights: Tensor, total: Tensor, sampling: SamplingConfig) -> Tensor:
+    """Weights [V, N] (totals [N]) with those outside top-k and then top-p set to 0; ties at the threshold stay."""
     vocab = weights.shape[0]
     top_k = min(sampling.top_k or vocab, vocab)
     if sampling.top_p == 1.0 and top_k == vocab:
@@ -61,11 +84,11 @@ def _cut(weights: Tensor, sampling: SamplingConfig) -> Tensor:
     if sampling.top_p == 1.0:
         lowest = weights.topk(top_k, 0).values[-1]
     else:
-        lowest = _nucleus_threshold(weights, top_k, sampling.top_p)
+        lowest = _nucleus_threshold(weights, total, top_k, sampling.top_p)
     return weights.masked_fill(weights < lowest, 0.0)
 
 
-def _nucleus_threshold(weights: Tensor, top_k: int, top_p: float) -> Tensor:
+def _nucleus_threshold(weights: Tensor, total: Tensor, top_k: int, top_p: float) -> Tensor:
     """Smallest weight [N] of the smallest set that holds top_p of the mass of the top_k most likely.
 
     Without a top-k it looks at ever more of the largest entries until they hold enough: sorting a vocabulary is slow.
@@ -75,7 +98,7 @@ def _nucleus_threshold(weights: Tensor, top_k: int, top_p: float) -> Tensor:
     while True:
         largest = weights.topk(width, 0).values
         cumulative = largest.double().cumsum_(0)
-        wanted = top_p * (cumulative[-1] if top_k < vocab else weights.sum(0, dtype=torch.float64))
+        wanted = top_p * (cumulative[-1] if top_k < vocab else total)
         if width in (top_k, vocab) or bool((cumulative[-1] >= wanted).all()):
             count = (cumulative - largest < wanted).sum(0)
             return largest.gather(0, (count - 1).clamp_(min=0).unsqueeze(0)).squeeze(0)
