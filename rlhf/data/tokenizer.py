@@ -63,11 +63,14 @@ def tiny_tokenizer(folder: Path, corpus: Iterable[str] = (), *, vocab_size: int 
 
     Any text survives encode and decode. Each digit is a token of its own, whatever is learned. With a corpus, merges
     are learned from it until there are vocab_size tokens (or nothing is left to merge), so that the fixed words of a
-    task cost few tokens.
+    task cost few tokens; a merge may reach over spaces, so that a whole phrase can become one.
     """
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

@@ -1,7 +1,7 @@
 """Rewards by reasoning_gym's own scorers, for prompts from data.source=reasoning_gym.
 
-A scorer gives 1 for a right answer and, in most tasks, a little for one that merely holds it. The three functions
-differ in what they take for the answer.
+A scorer gives 1 for a right answer and, in most tasks, a little for one that merely holds it. The functions differ in
+what they take for the answer, and `solved` in giving nothing for less than a right one.
 """
 
 import json
@@ -17,6 +17,11 @@ from rlhf.reward.extract import last_number, tagged, whole
 def score(record: PromptRecord, text: str) -> float:
     """Score of the response itself, without white space around it."""
     return _score(record, whole(text))
+
+
+def solved(record: PromptRecord, text: str) -> float:
+    """1 when the scorer finds the response right, else 0: a policy cannot collect partial credit by saying more."""
+    return float(score(record, text) == 1.0)
 
 
 def score_last_number(record: PromptRecord, text: str) -> float:

@@ -25,6 +25,12 @@ def test_only_the_right_answer_scores_one(record):
     assert gym.score_tagged(record, f"Answer: {wrong}, not {right}") < 0.5
 
 
+def test_solved_gives_no_partial_credit(record):
+    assert gym.solved(record, record.answer) == 1.0
+    assert 0.0 < gym.score(record, f"{record.answer} {record.answer}") < 1.0
+    assert gym.solved(record, f"{record.answer} {record.answer}") == 0.0
+
+
 def test_it_runs_in_the_reward_processes(record):
     with RewardFunction(RewardConfig(timeout_s=30.0)) as function:
         results = function.score([record] * 2, [record.answer, "x"])
