@@ -45,7 +45,9 @@ def _same_run(a: list[Experience], b: list[Experience]) -> None:
         for name in ("old_logprobs", "ref_logprobs", "values", "advantages", "returns"):
             x, y = getattr(one, name).values, getattr(two, name).values
             torch.testing.assert_close(x, y, atol=2e-3, rtol=2e-3, msg=lambda text, name=name: f"{name}: {text}")
-        torch.testing.assert_close(one.old_logprobs.values, one.scored.rollout.rollout_logprobs.values, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            one.old_logprobs.values, one.scored.rollout.rollout_logprobs.values, atol=1e-4, rtol=0
+        )
 
 
 def _critic_alone(loop: PPOLoop, experience: Experience, folder: Path, groups: GroupFactory) -> None:
@@ -60,7 +62,8 @@ def _critic_alone(loop: PPOLoop, experience: Experience, folder: Path, groups: G
 
 def _mismatch(loop: PPOLoop, prompts: PromptBatch, group: dist.ProcessGroup) -> float:
     """Largest difference between the engine's log-probs of fresh samples and the trainer's, over all ranks."""
-    rollout = loop._generate(prompts)
+    with loop.phases.rollout():
+        rollout = loop._generate(prompts)
     scores = loop.models.actor.logprobs(sequences_of(rollout), owners=loop._owners()).collect().scores
     loop.calls.flush()
     difference = (scores.values - rollout.rollout_logprobs.values).abs()

@@ -15,6 +15,7 @@ from rlhf.dist.groups import GroupFactory
 from rlhf.dist.job import Ranks
 from rlhf.dist.progress_clock import ProgressClock
 from rlhf.dist.stop_request import StopRequest
+from tests.reward.functions import Shuffled
 
 CONFIG = """
 name: tiny
@@ -84,3 +85,16 @@ def ranks_here(run_folder: Path, groups: GroupFactory) -> Ranks:
         stop=StopRequest(run_folder),
         wandb_online=False,
     )
+
+
+def same_parity(record: PromptRecord, text: str) -> float:
+    """1 when the first character of the response is as even or odd as the digit that ends the prompt."""
+    return float(bool(text) and ord(text[0]) % 2 == int(record.answer) % 2)
+
+
+def same_parity_shuffled(record: PromptRecord, text: str) -> float:
+    """The parity score of some earlier response: as many points, tied to nothing."""
+    return _shuffled(record, text)
+
+
+_shuffled = Shuffled(same_parity)
