@@ -12,7 +12,6 @@ import torch
 from torch.distributed import ProcessGroup
 
 from rlhf.checkpoint.hf_export import export_hf
-from rlhf.config.data import DataConfig
 from rlhf.config.load import to_yaml
 from rlhf.config.model import FrozenRoleConfig, ModelConfig, TrainedRoleConfig
 from rlhf.config.run import PPORunConfig, RunConfig, SFTRunConfig
@@ -250,24 +249,45 @@ def _weight_sync(config: PPORunConfig, site: Site) -> WeightSync | None:
 # Loops
 
 
-def _prompts(data: DataConfig, config: PPORunConfig, folder: Path) -> PromptSource:
-    return PromptSource(
-        open_problems(data, load_tokenizer(folder), seed=config.seed),
+@dataclass(frozen=True, slots=True)
+class OwnerSide:
+    """What only ranks that own rows need: prompts in, text and scores out."""
+
+    prompts: PromptSource
+    held_out: PromptBatch
+    scorer: Scorer
+    stop_ids: tuple[int, ...]
+    """Token ids that end a response."""
+
+
+def _owner_side(config: PPORunConfig, folder: Path, ownership: Ownership, site: Site) -> OwnerSide | None:
+    """None on ranks that own no rows."""
+    index = ownership.engine_led_by(site.ranks.rank)
+    if index is None:
+        return None
+    tokenizer = load_tokenizer(folder)
+    prompts = PromptSource(
+        open_problems(config.data, tokenizer, seed=config.seed),
         prompts_per_step=config.ppo.prompts_per_step,
         samples_per_prompt=config.ppo.samples_per_prompt,
+    )
+    log_path = site.ranks.run_folder / "logs" / f"reward_{site.ranks.rank}.log"
+    return OwnerSide(
+        prompts=prompts,
+        held_out=prompts.held_out(index, len(ownership.leaders)),
+        scorer=Scorer(RewardFunction(config.reward, log_path=log_path), tokenizer, site.ranks.progress),
+        stop_ids=eos_token_ids(tokenizer, folder),
     )
 
 
 def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
     rank, folder = site.ranks.rank, resolve_folder(config.actor.model.path)
     ownership = Ownership.of(config.rollout)
-    index, num_owners = ownership.engine_led_by(rank), len(ownership.leaders)
     owners_group = site.ranks.groups.cpu_group([ownership.leaders])
-    reward_log = site.ranks.run_folder / "logs" / f"reward_{rank}.log"
-    reward = RewardFunction(config.reward, log_path=reward_log) if index is not None else None
-    scorer = Scorer(reward, load_tokenizer(folder), site.ranks.progress)
-    prompts = _prompts(config.data, config, folder)
-    engine = _engine(config, folder, eos_token_ids(scorer.tokenizer, folder), site)
+    owner = _owner_side(config, folder, ownership, site)
+    told = gather((owner.stop_ids, str(owner.prompts.report())) if owner else None, site.everyone)
+    stop_ids, data_report = next(words for words in told if words is not None)
+    engine = _engine(config, folder, stop_ids, site)
 
     calls = RoleCalls(rank, site.everyone)
     actor = _policy("actor", config, config.actor, calls, site)
@@ -277,15 +297,15 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
     certificate = sync.certificate.render() if sync is not None and sync.certificate is not None else ""
     roles = {"actor": actor.groups, "critic": critic.groups, "reference": reference.groups}
     _announce(config, site, roles, certificate)
-    _note(site, str(prompts.report()))
+    _note(site, data_report)
 
-    held_out = prompts.held_out(index, num_owners) if index is not None else PromptBatch.empty()
+    scorer = owner.scorer if owner else None
     return PPOLoop(
         config=config,
         rank=rank,
         ownership=ownership,
         owners_group=owners_group,
-        prompts=prompts,
+        prompts=owner.prompts if owner else None,
         engine=engine,
         policy_sync=PolicySync(
             sync,
@@ -298,7 +318,13 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
         calls=calls,
         phases=Phases(site.timers, engine),
         timers=site.timers,
-        evaluation=Evaluation(config=config.eval, engine=engine, prompts=held_out, scorer=scorer, group=site.everyone),
+        evaluation=Evaluation(
+            config=config.eval,
+            engine=engine,
+            prompts=owner.held_out if owner else PromptBatch.empty(),
+            scorer=scorer,
+            group=site.everyone,
+        ),
         reporter=Reporter(
             config,
             rank=rank,

@@ -1,14 +1,17 @@
 """From a row's prompt to the text and the tokens that the model sees."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import DataConfig
 from rlhf.data.record import PromptRecord
 from rlhf.data.rows import BadRowError, Messages, Row
 from rlhf.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,7 @@ class Prompt:
 class PromptEncoder:
     """Wraps prompts in the tokenizer's chat template, or takes them as plain text, and cuts them into tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: DataConfig) -> None:
         """Take the tokenizer and the data settings.
 
         Raises:

@@ -3,23 +3,26 @@
 Prompt p of a step belongs to owner p % num_owners, with all its samples. Knows no process group: an owner is a number.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import DataConfig
 from rlhf.data.batch import PromptBatch, Sequences
 from rlhf.data.file_problems import FileProblems
-from rlhf.data.gym_problems import GymProblems
 from rlhf.data.problems import DataReport, Problems
 from rlhf.data.prompt_encoder import Prompt, PromptEncoder
 from rlhf.data.ragged import Ragged
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FIRST_HELD_OUT_ID = 2**48
 """Sample and prompt ids of held-out rows begin here, above any that training reaches."""
 
 
 def open_problems(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, need_answers: bool = False
+    config: DataConfig, tokenizer: "PreTrainedTokenizerBase", *, seed: int, need_answers: bool = False
 ) -> Problems:
     """The source that data.source names.
 
@@ -28,8 +31,11 @@ def open_problems(
         DataError: A file that is missing or has no usable row, or too few problems for held_out.
     """
     encoder = PromptEncoder(tokenizer, config)
-    kind = GymProblems if config.source == "reasoning_gym" else FileProblems
-    return kind(config, encoder, seed=seed, need_answers=need_answers)
+    if config.source == "reasoning_gym":
+        from rlhf.data.gym_problems import GymProblems  # noqa: PLC0415  # a hundred task modules take seconds to import
+
+        return GymProblems(config, encoder, seed=seed, need_answers=need_answers)
+    return FileProblems(config, encoder, seed=seed, need_answers=need_answers)
 
 
 class PromptSource:
@@ -64,7 +70,7 @@ class AnswerSource:
     """Prompts with their reference answers, to learn from directly."""
 
     def __init__(
-        self, problems: Problems, tokenizer: PreTrainedTokenizerBase, *, batch_samples: int, eos_token_id: int
+        self, problems: Problems, tokenizer: "PreTrainedTokenizerBase", *, batch_samples: int, eos_token_id: int
     ) -> None:
         """Take problems that were opened with need_answers=True, and the token that ends an answer."""
         self.problems, self.tokenizer = problems, tokenizer

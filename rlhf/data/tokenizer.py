@@ -6,22 +6,25 @@ The vocabulary of the model may be larger than the tokenizer's; nothing here kno
 import json
 from collections.abc import Iterable
 from pathlib import Path
-
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from typing import TYPE_CHECKING
 
 from rlhf.data.ragged import Ragged
 from rlhf.errors import CheckpointError
 
+if TYPE_CHECKING:  # importing transformers' tokenizers takes seconds, which ranks without rows do not pay
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
 EOS, PAD = "<|end|>", "<|pad|>"
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     """Tokenizer of a Hugging Face model folder; never the network, never code from the folder.
 
     Raises:
         CheckpointError: The folder holds none that transformers can read.
     """
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -31,7 +34,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def eos_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[int, ...]:
+def eos_token_ids(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> tuple[int, ...]:
     """Token ids that end a response: the tokenizer's own first, then those of generation_config.json and config.json.
 
     Raises:
@@ -52,19 +55,22 @@ def eos_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[int
     return ids
 
 
-def decode_responses(tokenizer: PreTrainedTokenizerBase, responses: Ragged) -> list[str]:
+def decode_responses(tokenizer: "PreTrainedTokenizerBase", responses: Ragged) -> list[str]:
     """Text of each row of token ids, special tokens left out."""
     rows = [row.tolist() for row in responses.rows()]
     return tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def tiny_tokenizer(folder: Path, corpus: Iterable[str] = (), *, vocab_size: int = 0) -> PreTrainedTokenizerFast:
+def tiny_tokenizer(folder: Path, corpus: Iterable[str] = (), *, vocab_size: int = 0) -> "PreTrainedTokenizerFast":
     """Byte-level tokenizer, saved in folder so that `load_tokenizer` reads it: 256 bytes, an end token, a pad token.
 
     Any text survives encode and decode. Each digit is a token of its own, whatever is learned. With a corpus, merges
     are learned from it until there are vocab_size tokens (or nothing is left to merge), so that the fixed words of a
     task cost few tokens; a merge may reach over spaces, so that a whole phrase can become one.
     """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.Sequence(
         [

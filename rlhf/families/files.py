@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -34,6 +32,9 @@ def resolve_folder(path_or_hub_id: str) -> Path:
     if folder.is_dir():
         return folder
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_hub_id):
+        from huggingface_hub import snapshot_download  # noqa: PLC0415  # half a second that folders do not need
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+
         try:
             return Path(snapshot_download(path_or_hub_id, local_files_only=True))
         except (LocalEntryNotFoundError, HFValidationError):

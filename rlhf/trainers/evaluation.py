@@ -34,7 +34,8 @@ class Evaluation:
     """None on ranks outside the rollout pool."""
     prompts: PromptBatch
     """Held-out prompts that this rank owns."""
-    scorer: Scorer
+    scorer: Scorer | None
+    """None on ranks that own no rows."""
     group: ProcessGroup
     """gloo, over all ranks of the job."""
     shown: int = 3
@@ -44,7 +45,7 @@ class Evaluation:
         """Evaluate the weights that the engines hold. Collective over the job."""
         rollout = self.engine.generate(self.prompts, self.config.sampling) if self.engine else None
         mine: tuple[list[float], list[SampleRecord]] = ([], [])
-        if rollout is not None and len(rollout):
+        if rollout is not None and self.scorer is not None:
             scored = self.scorer.score(rollout)
             rows = sample_records(scored, self.scorer, count=self.shown, step=step, split="held_out")
             mine = (scored.scores.tolist(), rows)

@@ -6,7 +6,7 @@ from random import Random
 from torch.distributed import ProcessGroup
 
 from rlhf.config.run import PPORunConfig
-from rlhf.data.batch import Experience, PromptBatch, Rollout
+from rlhf.data.batch import Experience, PromptBatch, Rollout, ScoredRollout
 from rlhf.data.prompts import PromptSource
 from rlhf.metrics.timers import Timers
 from rlhf.models.calls import RoleCalls
@@ -32,11 +32,12 @@ class PPOLoop:
     ownership: Ownership
     owners_group: ProcessGroup | None
     """gloo, over the ranks that own rows; None elsewhere."""
-    prompts: PromptSource
+    prompts: PromptSource | None
+    """None on ranks that own no rows, like the scorer."""
     engine: RolloutEngine | None
     """None on ranks outside the rollout pool."""
     policy_sync: PolicySync
-    scorer: Scorer
+    scorer: Scorer | None
     models: PPOModels
     calls: RoleCalls
     phases: Phases
@@ -66,7 +67,7 @@ class PPOLoop:
             sync = self.policy_sync.update_weights(policy_version=step)
             rollout = self._generate(prompts)
         with self.timers.phase("reward"):
-            scored = self.scorer.score(rollout)
+            scored = self.scorer.score(rollout) if self.scorer else ScoredRollout.empty()
         with self.phases.training():
             experience = make_experience(scored, self.models, config, owners=owners, owners_group=self.owners_group)
             critic_report, actor_report = self._update(step, experience, owners)
@@ -102,7 +103,7 @@ class PPOLoop:
     def _prompts(self, step: int) -> PromptBatch:
         """Prompts that this rank owns in a step."""
         engine = self.ownership.engine_led_by(self.rank)
-        if engine is None:
+        if engine is None or self.prompts is None:
             return PromptBatch.empty()
         return self.prompts.rows_of(step, engine, len(self.ownership.leaders))
 

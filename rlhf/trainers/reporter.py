@@ -16,7 +16,6 @@ from rlhf.data.batch import ScoredRollout
 from rlhf.dist.agree import gather
 from rlhf.dist.stop_request import StopRequest
 from rlhf.metrics.console import ProgressDisplay
-from rlhf.metrics.curves import draw_curves
 from rlhf.metrics.names import HeldOutMetrics, StepMetrics
 from rlhf.metrics.report import BeforeAfter, FinalReport
 from rlhf.metrics.run_folder import RunFolder, Summary
@@ -52,7 +51,7 @@ class Reporter:
         group: ProcessGroup,
         timers: Timers,
         stop: StopRequest,
-        scorer: Scorer,
+        scorer: Scorer | None,
         desk: Desk | None,
     ) -> None:
         """`group`: gloo, over all ranks of the job. `desk`: on rank 0, None elsewhere."""
@@ -92,9 +91,8 @@ class Reporter:
     def step_done(self, step: int, part: StepPart, scored: ScoredRollout, held_out: EvaluationResult | None) -> None:
         """Report a step (counted from 1)."""
         part = replace(part, seconds=self._timers.drain())
-        records = sample_records(
-            scored, self._scorer, count=self._config.log.samples_per_step, step=step, split="train"
-        )
+        shown = self._config.log.samples_per_step
+        records = sample_records(scored, self._scorer, count=shown, step=step, split="train") if self._scorer else []
         everywhere = gather((part, records), self._group)
         if held_out is not None:
             self._after = held_out
@@ -107,11 +105,13 @@ class Reporter:
             metrics = replace(metrics, held_out=_held_out(held_out))
         self._rewards.append(metrics.reward.mean if metrics.reward else NAN)
         self._desk.sinks.write(step, metrics.flatten())
-        shown = [record for _, rows in everywhere for record in rows][: self._config.log.samples_per_step]
-        self._desk.folder.add_samples(shown + list(held_out.samples if held_out else ()))
+        train = [record for _, rows in everywhere for record in rows][:shown]
+        self._desk.folder.add_samples(train + list(held_out.samples if held_out else ()))
 
     def _close(self, desk: Desk) -> None:
         """Summary, curves and the report on the console."""
+        from rlhf.metrics.curves import draw_curves  # noqa: PLC0415  # matplotlib takes a second, and rank 0 alone draws
+
         seconds, before, after = time.monotonic() - self._began, self._before, self._after
         desk.sinks.close()
         desk.folder.write_summary(

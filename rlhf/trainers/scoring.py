@@ -1,23 +1,25 @@
 """The rule reward on the rows of their owners: responses as text, one score each."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.batch import Rollout, ScoredRollout
 from rlhf.data.tokenizer import decode_responses
 from rlhf.dist.progress_clock import ProgressClock
 from rlhf.reward.function import RewardFunction
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """Reward function and the tokenizer that turns responses into the text it reads."""
+    """Reward function and the tokenizer that turns responses into the text it reads. Only owners of rows have one."""
 
-    function: RewardFunction | None
-    """None on ranks that own no rows."""
-    tokenizer: PreTrainedTokenizerBase
+    function: RewardFunction
+    tokenizer: "PreTrainedTokenizerBase"
     progress: ProgressClock
 
     def texts(self, rollout: Rollout) -> list[str]:
@@ -30,8 +32,6 @@ class Scorer:
         Raises:
             RewardError: A call failed and reward.on_error is fail.
         """
-        if self.function is None or not len(rollout):
-            return ScoredRollout(rollout, torch.empty(0), torch.empty(0, dtype=torch.bool), ())
         results = tuple(
             self.function.score(rollout.prompts.records, self.texts(rollout), tick=lambda: self.progress.tick("reward"))
         )

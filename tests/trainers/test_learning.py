@@ -19,7 +19,7 @@ from rlhf.trainers.ppo import PPOLoop
 from tests.harness.ranks import run_ranks
 from tests.trainers.tiny_run import load, make_files, ranks_here
 
-STEPS = 30
+STEPS = 22
 HELD_OUT = 200
 SETTINGS = (
     "actor.parallel.tp=2",
@@ -31,19 +31,19 @@ SETTINGS = (
     "rollout.dp=2",
     "rollout.max_running=64",
     "rollout.kv_cache_tokens=2048",
-    "rollout.sampling.max_new_tokens=2",
-    "eval.sampling.max_new_tokens=2",
+    "rollout.sampling.max_new_tokens=1",
+    "eval.sampling.max_new_tokens=1",
     "eval.sampling.temperature=1",  # judged by the distribution that is trained
     f"data.held_out={HELD_OUT}",
-    "ppo.prompts_per_step=96",
+    "ppo.prompts_per_step=128",
     "ppo.samples_per_prompt=1",
-    "ppo.minibatch_samples=48",
+    "ppo.minibatch_samples=32",
     "ppo.epochs=2",
     "ppo.kl_coef=0",
     "ppo.entropy_coef=0",
     "ppo.gae_lambda=1",
-    "actor.optim.lr=2e-3",
-    "critic.optim.lr=2e-3",
+    "actor.optim.lr=4e-3",
+    "critic.optim.lr=4e-3",
     "actor.microbatch_tokens=600",
     "critic.microbatch_tokens=600",
     "reference.microbatch_tokens=600",
@@ -80,7 +80,7 @@ def _solved_before_and_after(folder: Path, groups: GroupFactory, reward: str) ->
 
 def _honest(evaluation: Evaluation) -> Evaluation:
     """The same evaluation by the true reward, whatever reward the run trains on."""
-    if evaluation.scorer.function is None:
+    if evaluation.scorer is None:
         return evaluation
     true = RewardFunction(RewardConfig(function="tests.trainers.tiny_run:same_parity"))
     return replace(evaluation, scorer=replace(evaluation.scorer, function=true))
