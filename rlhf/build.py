@@ -4,6 +4,7 @@ Every rank builds its own part, in the same order, since process groups are made
 """
 
 import importlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
@@ -194,6 +195,29 @@ def _critic(config: PPORunConfig, calls: RoleCalls, site: Site) -> Critic:
     )
 
 
+def _saver(
+    role: TrainedRoleConfig, model: MegatronModel | None, groups: ModelGroups, target: Path, site: Site
+) -> Callable[[], None]:
+    """Writes a model as a Hugging Face checkpoint. What it gives is collective over the model's pool."""
+
+    def save() -> None:
+        if model is None:
+            return
+        export_hf(
+            model.spec,
+            megatron_layout(model.spec, role.parallel, head=model.head, dtype=role.model.dtype),
+            local_params(model),
+            target,
+            head=model.head,
+            source_folder=resolve_folder(role.model.path),
+            group=groups.cpu,
+            topology=site.topology,
+            overwrite=True,
+        )
+
+    return save
+
+
 # Rollout
 
 
@@ -317,6 +341,7 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
         models=PPOModels(actor, critic, reference),
         calls=calls,
         phases=Phases(site.timers, engine),
+        save=_saver(config.actor, actor.model, actor.groups, Path(config.save_hf), site) if config.save_hf else None,
         timers=site.timers,
         evaluation=Evaluation(
             config=config.eval,
@@ -352,20 +377,6 @@ def _build_sft(config: SFTRunConfig, site: Site) -> SFTLoop:
     )
     _note(site, str(answers.report()))
     target = Path(config.save_hf) if config.save_hf else site.ranks.run_folder / "hf"
-
-    def save() -> None:
-        export_hf(
-            model.spec,
-            megatron_layout(model.spec, config.actor.parallel, head=Head.LM, dtype=config.actor.model.dtype),
-            local_params(model),
-            target,
-            head=Head.LM,
-            source_folder=source,
-            group=model.groups.cpu,
-            topology=site.topology,
-            overwrite=True,
-        )
-
     return SFTLoop(
         config=config,
         model=model,
@@ -374,6 +385,6 @@ def _build_sft(config: SFTRunConfig, site: Site) -> SFTLoop:
         group=site.everyone,
         stop=site.ranks.stop,
         timers=site.timers,
-        save=save,
+        save=_saver(config.actor, model, groups, target, site),
         desk=site.desk,
     )

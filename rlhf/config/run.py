@@ -63,8 +63,6 @@ class SyncConfig:
 
     bucket_bytes: int = 256 * 2**20
     """Most bytes packed for one transfer."""
-    check_logprobs: bool = True
-    """Compare the engine's log-probs with the trainer's on each step's responses and report the difference."""
 
     def __post_init__(self) -> None:
         at_least("sync.bucket_bytes", self.bucket_bytes, 4096)
@@ -115,6 +113,8 @@ class PPORunConfig:
     """Weights from actor to engines."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Held-out problems."""
+    save_hf: str = ""
+    """Folder for the trained actor as a Hugging Face checkpoint, written after the last step; empty saves none."""
     job: JobConfig = field(default_factory=JobConfig)
     """Processes."""
     log: LogConfig = field(default_factory=LogConfig)

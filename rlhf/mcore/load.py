@@ -65,7 +65,8 @@ def load_weights(model: MegatronModel, folder: Path) -> None:
 def draw_weights(model: MegatronModel) -> None:
     """Random weights, the same in every layout of the same seed. On all ranks of the pool; no communication.
 
-    Norms start at one, biases at zero, the rest from a normal distribution of the spec's `init_std`.
+    Norms start at one, biases at zero, the rest from a normal distribution: of standard deviation 1 / (H + 1) for the
+    value head, so that first values are near 0 (Stiennon et al. 2020, arXiv:2009.01325), of the spec's `init_std` else.
     """
     _fill(model, lambda tensor, box: _draw(model, tensor, box), where="random init")
 
@@ -95,12 +96,13 @@ def _draw(model: MegatronModel, tensor: LogicalTensor, box: Box) -> Tensor:
         return torch.ones(box.shape)
     if tensor.part in _ZEROS:
         return torch.zeros(box.shape)
+    std = 1 / (model.spec.hidden_size + 1) if tensor.part is Part.VALUE_HEAD else model.spec.init_std
     (start, stop), columns = box.spans[0], box.slices[1:]
     out = torch.empty(box.shape)
     for band in range(start // DRAW_ROWS, -(-stop // DRAW_ROWS)):
         first, last = band * DRAW_ROWS, min((band + 1) * DRAW_ROWS, tensor.shape[0])
         generator = torch.Generator().manual_seed(_seed(model.seed, tensor.name, band))
-        rows = torch.randn(last - first, *tensor.shape[1:], generator=generator).mul_(model.spec.init_std)
+        rows = torch.randn(last - first, *tensor.shape[1:], generator=generator).mul_(std)
         low, high = max(start, first), min(stop, last)
         out[low - start : high - start] = rows[(slice(low - first, high - first), *columns)]
     return out

@@ -1,5 +1,6 @@
 """PPO, read aloud: prompts -> generate -> score -> experience -> update. Every rank runs every line."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
@@ -43,6 +44,8 @@ class PPOLoop:
     phases: Phases
     timers: Timers
     evaluation: Evaluation
+    save: Callable[[], None] | None
+    """Writes the actor as a Hugging Face checkpoint; None when the config asks for none."""
     reporter: Reporter
 
     def run(self) -> None:
@@ -58,6 +61,9 @@ class PPOLoop:
                 done = step + 1
                 due = done == last or _due(done, self.config.eval.every_steps)
                 self.reporter.step_done(done, part, experience.scored, self._evaluate(done) if due else None)
+            if self.save is not None:
+                with self.timers.phase("save"):
+                    self.save()
 
     def step(self, step: int) -> tuple[Experience, StepPart]:
         """One step: sample with the newest weights, score, learn. Returns this rank's share of what happened."""

@@ -19,7 +19,7 @@ from rlhf.trainers.ppo import PPOLoop
 from tests.harness.ranks import run_ranks
 from tests.trainers.tiny_run import load, make_files, ranks_here
 
-STEPS = 22
+STEPS = 20
 HELD_OUT = 200
 SETTINGS = (
     "actor.parallel.tp=2",
@@ -37,13 +37,13 @@ SETTINGS = (
     f"data.held_out={HELD_OUT}",
     "ppo.prompts_per_step=128",
     "ppo.samples_per_prompt=1",
-    "ppo.minibatch_samples=32",
+    "ppo.minibatch_samples=64",
     "ppo.epochs=2",
     "ppo.kl_coef=0",
     "ppo.entropy_coef=0",
     "ppo.gae_lambda=1",
-    "actor.optim.lr=4e-3",
-    "critic.optim.lr=4e-3",
+    "actor.optim.lr=6e-3",
+    "critic.optim.lr=6e-3",
     "actor.microbatch_tokens=600",
     "critic.microbatch_tokens=600",
     "reference.microbatch_tokens=600",
