@@ -15,14 +15,14 @@ from torch.distributed import ProcessGroup
 from rlhf.checkpoint.hf_export import export_hf
 from rlhf.config.load import to_yaml
 from rlhf.config.model import FrozenRoleConfig, ModelConfig, TrainedRoleConfig
-from rlhf.config.run import PPORunConfig, RunConfig, SFTRunConfig
+from rlhf.config.run import PPORunConfig, RunConfig, SFTRunConfig, check_world
 from rlhf.data.batch import PromptBatch
 from rlhf.data.prompts import AnswerSource, PromptSource, open_problems
 from rlhf.data.tokenizer import eos_token_ids, load_tokenizer
 from rlhf.dist.agree import gather
 from rlhf.dist.job import Ranks
 from rlhf.errors import ConfigError
-from rlhf.families.files import resolve_folder
+from rlhf.families.folder import resolve_folder
 from rlhf.families.registry import read_spec
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.groups import ModelGroups, make_groups
@@ -38,6 +38,7 @@ from rlhf.metrics.timers import Timers
 from rlhf.models.calls import RoleCalls
 from rlhf.models.critic import Critic
 from rlhf.models.policy import Policy
+from rlhf.preflight import check_inputs
 from rlhf.reshard.topology import Topology
 from rlhf.reshard.weight_sync import WeightSync
 from rlhf.reward.function import RewardFunction
@@ -74,6 +75,8 @@ def build_loop(config: RunConfig, ranks: Ranks) -> PPOLoop | SFTLoop:
     Raises:
         ConfigError, CheckpointError, DataError, LayoutError: Something the config names cannot be used.
     """
+    check_world(config, ranks.world_size)
+    check_inputs(config)
     site = _site(config, ranks)
     return _build_ppo(config, site) if isinstance(config, PPORunConfig) else _build_sft(config, site)
 

@@ -53,7 +53,7 @@ done
 ((nnodes == 1)) || [[ -n $rendezvous ]] || bad_usage "--rendezvous: not given; $nnodes hosts need it: HOST_0:PORT"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
-checked="$("$python" -m rlhf.dist.preflight --nproc "$nproc" --nnodes "$nnodes" "$@")" || exit $?
+checked="$("$python" -m rlhf.preflight --nproc "$nproc" --nnodes "$nnodes" --module "$module" "$@")" || exit $?
 { read -r world_size && read -r run_folder; } <<<"$checked"
 
 exec 9>"$run_folder/logs/.launch_$node_rank.lock"

@@ -89,6 +89,13 @@ def open_rows(source: str, path: Path) -> RowFile:
     Raises:
         DataError: There is no such file, or it is not of that kind.
     """
-    if not path.is_file():
-        raise DataError(f"data.path: {path} is {'a folder' if path.is_dir() else 'not there'}; needs a {source} file")
+    check_there(source, path)
     return JsonlFile(path) if source == "jsonl" else ParquetFile(path)
+
+
+def check_there(source: str, path: Path) -> None:
+    """Raise DataError unless there is a file at data.path."""
+    if not path.is_file():
+        raise DataError(
+            f"data.path: {path} is {'a folder' if path.is_dir() else 'not there'}; needs a {source} file; correct it"
+        )

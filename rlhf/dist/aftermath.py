@@ -101,6 +101,8 @@ def verdict(record: ExitRecord, run_folder: Path, launcher_log: Path) -> str:
         if record.rank is None or path != failure_path(run_folder, record.rank)
     ]
     who = "the job" if record.rank is None else f"rank {record.rank}"
+    if record.code == ExitCode.BAD_INPUT and record.rank is not None:  # it has told the console what is wrong
+        return f"launch: exit code {record.code}, written to {exit_path(run_folder)}; the rest is in {blamed}\n"
     text = f"launch: {who} failed: {record.reason}\n"
     text += f"launch: the end of {blamed}:\n{tail(blamed, 20)}"
     if also:

@@ -56,7 +56,7 @@ class Ending:
         reason = f"{type(error).__name__}: {error}"
         code = ExitCode.BAD_INPUT if bad_input else ExitCode.RANK_FAILED
         record = ExitRecord(code=code, reason=reason, rank=own.rank, reporter=own.rank, phase=own.phase)
-        self._fail(record, text)
+        self._fail(record, text, shown=str(error) if bad_input else text)
 
     def blamed(self, blame: Blame) -> NoReturn:
         """The watchdog found a rank that is lost or hangs; called on its thread."""
@@ -113,21 +113,21 @@ class Ending:
             phase=beat.phase,
         )
 
-    def _fail(self, record: ExitRecord, text: str, *, kills: Beat | None = None) -> NoReturn:
+    def _fail(self, record: ExitRecord, text: str, *, shown: str = "", kills: Beat | None = None) -> NoReturn:
         self._leaving.acquire()
-        self._announce(record, text)
+        self._announce(record, text, shown=shown)
         if kills is not None and process_state(kills) in ("running", "stopped"):
             os.kill(kills.pid, signal.SIGKILL)  # torchrun would wait 30 s for a stopped process to hear SIGTERM
         self._heart.beat(FAILED)
         end_children()
         os._exit(record.code)
 
-    def _announce(self, record: ExitRecord, text: str) -> None:
-        """Write the log and the records; the first rank of the job to get here shows the text on the console."""
+    def _announce(self, record: ExitRecord, text: str, *, shown: str = "") -> None:
+        """Write the log and the records; the first rank of the job to get here shows it on the console."""
         self._logs.write(text)
         write_over(failure_path(self._run_folder, self._heart.last.rank), record)
         if claim(self._run_folder, record):
-            self._logs.alarm(text)
+            self._logs.alarm(shown or text)
 
 
 def _main_stack() -> str:

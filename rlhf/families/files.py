@@ -1,6 +1,5 @@
 """Reading a Hugging Face checkpoint folder slice by slice. Knows no layout, no rank and no dtype but the file's own."""
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,39 +9,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlhf.errors import CheckpointError
-from rlhf.families.registry import read_json
+from rlhf.families.folder import SINGLE_FILE, damaged, weight_files
 from rlhf.families.spec import LogicalTensor
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Floating dtypes by the names that safetensors headers use."""
-
-
-def resolve_folder(path_or_hub_id: str) -> Path:
-    """The checkpoint folder that `model.path` means: a folder, or a hub id found in the local cache.
-
-    Never uses the network.
-
-    Raises:
-        CheckpointError: There is neither such a folder nor such a cached model.
-    """
-    folder = Path(path_or_hub_id).expanduser()
-    if folder.is_dir():
-        return folder
-    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_hub_id):
-        from huggingface_hub import snapshot_download  # noqa: PLC0415  # half a second that folders do not need
-        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
-
-        try:
-            return Path(snapshot_download(path_or_hub_id, local_files_only=True))
-        except (LocalEntryNotFoundError, HFValidationError):
-            pass
-    raise CheckpointError(
-        f"model.path: {path_or_hub_id!r} is neither a folder nor a hub id in the local cache; "
-        "needs a Hugging Face checkpoint folder; correct the path, or download it with `hf download` first"
-    )
 
 
 class HfFolder:
@@ -55,15 +26,7 @@ class HfFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._handles: dict[str, safe_open] = {}
-        if (folder / SINGLE_FILE).is_file():
-            self._file_of = dict.fromkeys(self._handle(SINGLE_FILE).keys(), SINGLE_FILE)
-        elif (folder / INDEX_FILE).is_file():
-            self._file_of = self._read_index(folder / INDEX_FILE)
-        else:
-            raise CheckpointError(
-                f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE}; needs one of them; "
-                "save the model again with safe_serialization=True"
-            )
+        self._file_of = weight_files(folder) or dict.fromkeys(self._handle(SINGLE_FILE).keys(), SINGLE_FILE)
 
     def names(self) -> set[str]:
         """Names of all tensors in the folder."""
@@ -114,7 +77,7 @@ class HfFolder:
         try:
             return view[box]
         except SafetensorError as error:
-            raise self._damaged(self._file_of[name], error) from error
+            raise damaged(self.file_of(name), error) from error
 
     def check(self, tensors: Iterable[LogicalTensor]) -> None:
         """Raise CheckpointError unless the folder holds each tensor with exactly its shape (headers only)."""
@@ -125,24 +88,12 @@ class HfFolder:
                     "check that config.json belongs to these weights"
                 )
 
-    def _read_index(self, path: Path) -> dict[str, str]:
-        weight_map = read_json(path).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{path}: no weight_map; needs tensor -> file names; fetch the file again")
-        for file in sorted(set(weight_map.values())):
-            if not (self.folder / file).is_file():
-                lost = next(name for name, of in weight_map.items() if of == file)
-                raise CheckpointError(
-                    f"{path}: names {file}, which is missing; needs it for {lost} and others; fetch the file again"
-                )
-        return dict(weight_map)
-
     def _handle(self, file: str) -> safe_open:
         if file not in self._handles:
             try:
                 self._handles[file] = safe_open(self.folder / file, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise self._damaged(file, error) from error
+                raise damaged(self.folder / file, error) from error
         return self._handles[file]
 
     def _slice(self, name: str) -> Any:  # PySafeSlice is not a public type
@@ -154,8 +105,3 @@ class HfFolder:
             raise CheckpointError(
                 f"{self.folder / file}: no tensor {name} although the index says so ({error}); fetch the file again"
             ) from error
-
-    def _damaged(self, file: str, error: Exception) -> CheckpointError:
-        return CheckpointError(
-            f"{self.folder / file}: cannot be read ({error}); needs a whole safetensors file; fetch the file again"
-        )

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from rlhf.errors import CheckpointError
-from rlhf.families.files import DTYPES, INDEX_FILE, SINGLE_FILE
+from rlhf.families.files import DTYPES
+from rlhf.families.folder import INDEX_FILE, SINGLE_FILE
 from rlhf.families.registry import read_json
 
 DEFAULT_SHARD_BYTES = 4 * 2**30

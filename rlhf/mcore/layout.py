@@ -10,11 +10,12 @@ from functools import cache
 from torch import Tensor
 
 from rlhf.config.parallel import ParallelConfig
+from rlhf.families.admissible import check_layout
 from rlhf.families.registry import logical_tensors
 from rlhf.families.spec import Head, LogicalTensor, ModelSpec, Part
 from rlhf.mcore.groups import model_grid
 from rlhf.mcore.model import MegatronModel
-from rlhf.mcore.transformer_config import check_layout, padded_vocab_size
+from rlhf.mcore.transformer_config import padded_vocab_size
 from rlhf.reshard.layout import Box, ModelLayout, ParamLayout, Span
 
 EMBEDDING = "embedding.word_embeddings.weight"

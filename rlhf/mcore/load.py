@@ -10,7 +10,8 @@ from torch import Tensor
 
 from rlhf.config.model import ModelConfig
 from rlhf.errors import CheckpointError
-from rlhf.families.files import HfFolder, resolve_folder
+from rlhf.families.files import HfFolder
+from rlhf.families.folder import resolve_folder
 from rlhf.families.registry import logical_tensors
 from rlhf.families.spec import LogicalTensor, Part
 from rlhf.mcore.layout import EMBEDDING, OUTPUT, local_params, megatron_layout

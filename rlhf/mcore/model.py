@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from rlhf.config.model import ModelConfig
 from rlhf.config.parallel import ParallelConfig
+from rlhf.families.admissible import check_layout
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.gpt import HiddenStatesGPT
 from rlhf.mcore.groups import ModelGroups
 from rlhf.mcore.layer_spec import make_layer_spec, prepare_megatron, uses_transformer_engine
-from rlhf.mcore.transformer_config import check_layout, make_transformer_config
+from rlhf.mcore.transformer_config import make_transformer_config
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from torch.nn.functional import silu
 
 from rlhf.config.model import ModelConfig
 from rlhf.config.parallel import ParallelConfig
-from rlhf.errors import LayoutError
 from rlhf.families.spec import ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -47,26 +46,6 @@ class StageLayout(PipelineParallelLayerLayout):
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
     """Vocabulary rows over all tensor-parallel ranks: the next multiple of tp."""
     return -(-vocab_size // tp) * tp
-
-
-def check_layout(spec: ModelSpec, parallel: ParallelConfig, *, where: str) -> None:
-    """Raise unless the layout can hold the model.
-
-    Raises:
-        LayoutError: Heads, KV heads or the MLP cannot be cut into tp shards.
-        ConfigError: The pipeline stages cannot hold the layers.
-    """
-    for what, count in (
-        ("num_kv_heads", spec.num_kv_heads),
-        ("num_heads", spec.num_heads),
-        ("ffn_size", spec.ffn_size),
-    ):
-        if count % parallel.tp:
-            raise LayoutError(
-                f"{where}.tp: {parallel.tp} does not divide the model's {what} = {count}; "
-                f"needs a divisor; lower {where}.tp"
-            )
-    parallel.stage_layers(spec.num_layers, where=where)
 
 
 def make_transformer_config(

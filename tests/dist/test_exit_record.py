@@ -12,7 +12,6 @@ import pytest
 from rlhf.dist.aftermath import completed_record, processes_of, sweep, verdict
 from rlhf.dist.exit_record import ExitCode, ExitRecord, claim, clear_marks, exit_path, read_record
 from rlhf.dist.heartbeat import FINISHED, Beat, this_machine
-from rlhf.dist.preflight import main as preflight
 from tests.scripts.launched import CONFIG
 
 LOG = Path("launcher.log")
@@ -81,6 +80,16 @@ def test_the_verdict_shows_this_jobs_lines_of_the_blamed_log(tmp_path: Path) -> 
     assert "old words" not in text
 
 
+def test_the_verdict_on_bad_input_does_not_repeat_what_the_rank_said(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank_1.log").write_text("==== rank 1, new\nTraceback\n")
+    text = verdict(ExitRecord(code=2, reason="ConfigError: a.b: wrong", rank=1), tmp_path, LOG)
+    assert "Traceback" not in text
+    assert "a.b" not in text
+    assert "exit code 2" in text
+    assert "logs/rank_1.log" in text
+
+
 def test_the_verdict_shows_what_the_ranks_said_and_not_torchruns_report(tmp_path: Path) -> None:
     launcher_log = tmp_path / "launcher.log"
     launcher_log.write_text(
@@ -122,14 +131,3 @@ def test_sweep_takes_the_jobs_processes_and_no_others() -> None:
         for process in (ours, other):
             process.kill()
             process.wait()
-
-
-def test_preflight_says_ranks_and_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tmp_path / "c.yaml"
-    config.write_text(CONFIG.format(nproc=4, folder=tmp_path))
-    assert preflight([str(config), "name=other"]) == 0
-    assert capsys.readouterr().out == f"4\n{tmp_path}/runs/other\n"
-    assert preflight(["--nnodes", "3", str(config)]) == 2
-    assert "4 ranks on 3 hosts" in capsys.readouterr().err
-    assert preflight(["--nproc", "8", str(config)]) == 2
-    assert "ranks [4, 5, 6, 7] of 8 belong to no role" in capsys.readouterr().err

@@ -74,7 +74,9 @@ def test_bad_data_is_told_from_a_failed_rank(tmp_path: Path) -> None:
     done, record = run_alone(tmp_path, "bad_data")
     assert done.returncode == record["code"] == 2
     assert record["reason"].startswith("DataError: rows.jsonl:3")
-    assert "[rank 0] rlhf.errors.DataError: rows.jsonl:3" in done.stdout
+    assert done.stdout.startswith("[rank 0] rows.jsonl:3")
+    assert "Traceback" not in done.stdout  # which tells a user nothing about the file
+    assert "Traceback" in (tmp_path / "runs/death/logs/rank_0.log").read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from rlhf.errors import CheckpointError
-from rlhf.families.files import INDEX_FILE, SINGLE_FILE, HfFolder, resolve_folder
+from rlhf.families.files import HfFolder
+from rlhf.families.folder import INDEX_FILE, SINGLE_FILE, resolve_folder
 from rlhf.families.spec import LogicalTensor, Part
 
 

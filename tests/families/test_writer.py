@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlhf.errors import CheckpointError
-from rlhf.families.files import INDEX_FILE, SINGLE_FILE, HfFolder
+from rlhf.families.files import HfFolder
+from rlhf.families.folder import INDEX_FILE, SINGLE_FILE
 from rlhf.families.registry import hf_config, logical_tensors, read_spec
 from rlhf.families.spec import Head
 from rlhf.families.writer import HfWriter, write_checkpoint

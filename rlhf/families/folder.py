@@ -1,0 +1,86 @@
+"""Which folder `model.path` means, and whether its weights are all there, from names and headers. Imports no torch."""
+
+import re
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from rlhf.errors import CheckpointError
+from rlhf.families.registry import read_json
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def resolve_folder(path_or_hub_id: str, *, where: str = "model.path") -> Path:
+    """The checkpoint folder that `model.path` means: a folder, or a hub id found in the local cache.
+
+    Never uses the network.
+
+    Args:
+        path_or_hub_id: Value of the setting.
+        where: The setting's name in a message.
+
+    Raises:
+        CheckpointError: There is neither such a folder nor such a cached model.
+    """
+    folder = Path(path_or_hub_id).expanduser()
+    if folder.is_dir():
+        return folder
+    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_hub_id):
+        from huggingface_hub import snapshot_download  # noqa: PLC0415  # half a second that folders do not need
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+
+        try:
+            return Path(snapshot_download(path_or_hub_id, local_files_only=True))
+        except (LocalEntryNotFoundError, HFValidationError):
+            pass
+    raise CheckpointError(
+        f"{where}: {path_or_hub_id!r} is neither a folder nor a hub id in the local cache; "
+        "needs a Hugging Face checkpoint folder; correct the path, or download it with `hf download` first"
+    )
+
+
+def weight_files(folder: Path) -> dict[str, str]:
+    """The file in the folder that holds each tensor; empty for a single file, whose own header says what it holds.
+
+    Raises:
+        CheckpointError: There are no safetensors, or the index names a missing file.
+    """
+    if (folder / SINGLE_FILE).is_file():
+        return {}
+    if not (folder / INDEX_FILE).is_file():
+        raise CheckpointError(
+            f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE}; needs one of them; "
+            "save the model again with safe_serialization=True"
+        )
+    return _read_index(folder)
+
+
+def check_whole(folder: Path) -> None:
+    """Raise CheckpointError unless every weight file of the folder is there and as long as its header says."""
+    for file in sorted(set(weight_files(folder).values())) or [SINGLE_FILE]:
+        try:
+            with safe_open(folder / file, framework="np"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise damaged(folder / file, error) from error
+
+
+def damaged(path: Path, error: Exception) -> CheckpointError:
+    """What to say of a weight file that cannot be read."""
+    return CheckpointError(f"{path}: cannot be read ({error}); needs a whole safetensors file; fetch the file again")
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    path = folder / INDEX_FILE
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: no weight_map; needs tensor -> file names; fetch the file again")
+    for file in sorted(set(weight_map.values())):
+        if not (folder / file).is_file():
+            lost = next(name for name, of in weight_map.items() if of == file)
+            raise CheckpointError(
+                f"{path}: names {file}, which is missing; needs it for {lost} and others; fetch the file again"
+            )
+    return dict(weight_map)

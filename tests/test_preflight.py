@@ -1,0 +1,83 @@
+"""What files alone show to be wrong is said before anything starts, through the launcher's door."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf.preflight import main
+from tests.scripts.launched import CONFIG
+from tests.trainers.tiny_run import make_files
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("preflight")
+    make_files(made)  # 3 layers, 8 heads, 4 KV heads, MLP 56
+    return made
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    """The message of a refusal."""
+    capsys.readouterr()
+    assert main([str(arg) for arg in argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err
+
+
+def test_it_says_ranks_and_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(CONFIG.format(nproc=4, folder=tmp_path))
+    other = ["--module", "tests.dist.death_worker"]  # needs no model
+    assert main([*other, str(config), "name=other"]) == 0
+    assert capsys.readouterr().out == f"4\n{tmp_path}/runs/other\n"
+    assert "4 ranks on 3 hosts" in said(capsys, *other, "--nnodes", 3, config)
+    assert "ranks [4, 5, 6, 7] of 8 belong to no role" in said(capsys, *other, "--nproc", 8, config)
+    assert "'nowhere' is neither a folder nor" in said(capsys, config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["actor.parallel.tp=3"], "actor.parallel.tp: 3 does not divide the model's num_kv_heads = 4"),
+        (["critic.parallel.tp=8"], "critic.parallel.tp: 8 does not divide"),
+        (["reference.parallel.pp=2"], "reference.parallel.pp: 2 stages do not divide 3 layers"),
+        (
+            ["actor.parallel.pp=2", "actor.parallel.layers_per_stage=[1,1]"],
+            "actor.parallel.layers_per_stage: [1, 1] sums to 2; the model has 3 layers",
+        ),
+        (["rollout.tp=3"], "rollout.tp: 3 does not divide num_heads = 8"),
+        (["rollout.engine=no_such_package:make"], "rollout.engine: no_such_package:make cannot be loaded"),
+        (["critic.model.path=/nowhere"], "critic.model.path: '/nowhere' is neither a folder nor a hub id"),
+        (["data.path=/nowhere.jsonl"], "data.path: /nowhere.jsonl is not there"),
+        (["reward.function=no_such_package.part:score"], "reward.function: no_such_package.part:score cannot be"),
+        (["reward.function=no_such.py:score"], "there is no no_such.py"),
+        (["log.folder=/proc/1/nowhere"], "log.folder: /proc/1/nowhere/tiny cannot be made"),
+    ],
+)
+def test_a_run_that_cannot_work_is_refused_by_the_name_of_its_key(
+    folder: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], says: str
+) -> None:
+    assert says in said(capsys, folder / "tiny.yaml", *overrides)
+
+
+def test_weights_cut_short_are_found_by_their_header(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = folder / "short"
+    short.mkdir()
+    (short / "config.json").write_text((folder / "model" / "config.json").read_text())
+    whole = (folder / "model" / "model.safetensors").read_bytes()
+    (short / "model.safetensors").write_bytes(whole[:-100])
+    argv = [folder / "tiny.yaml", f"critic.model.path={short}"]
+    assert f"{short}/model.safetensors: cannot be read" in said(capsys, *argv)
+    (short / "model.safetensors").rename(short / "a.safetensors")
+    (short / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
+    assert f"{short}/a.safetensors: cannot be read" in said(capsys, *argv)
+    assert main([*map(str, argv), "critic.model.init=random"]) == 0  # reads no weights
+
+
+def test_it_imports_no_torch() -> None:
+    code = "import rlhf.preflight, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
