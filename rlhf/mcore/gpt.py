@@ -15,8 +15,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from rlhf.families.rope import rotary_frequencies
 from rlhf.families.spec import Head, ModelSpec
-from rlhf.mcore.rope import rotary_frequencies
 from rlhf.mcore.transformer_config import padded_vocab_size
 
 _TP_SEED = 2718

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf.errors import CheckpointError
@@ -128,11 +127,3 @@ def test_unreadable_config_is_a_checkpoint_error(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="not JSON"):
         read_spec(tmp_path)
-
-
-def test_transformers_reads_the_rotary_frequencies_we_mean(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(hf_config(spec("llama", scaled=True))))
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    plain = 7321.0 ** (-torch.arange(0, 8, 2) / 8.0)
-    assert not torch.allclose(model.model.rotary_emb.inv_freq, plain)  # the scaling is on
-    torch.testing.assert_close(model.model.rotary_emb.inv_freq[0], plain[0])  # highest frequency is never stretched

@@ -15,12 +15,11 @@ from rlhf.config.parallel import ParallelConfig
 from rlhf.dist.groups import GroupFactory
 from rlhf.errors import LayoutError
 from rlhf.families.registry import read_spec
-from rlhf.families.spec import Head, RopeScaling
+from rlhf.families.spec import Head
 from rlhf.mcore.groups import ModelGroups, make_groups
 from rlhf.mcore.layer_spec import prepare_megatron
 from rlhf.mcore.load import load_weights
 from rlhf.mcore.model import MegatronModel, build_model, head_weight
-from rlhf.mcore.rope import rotary_frequencies
 from tests.mcore.stand_in import tiny_spec
 from tests.mcore.tiny import make_checkpoint, pack, sequences
 
@@ -89,16 +88,6 @@ def test_more_tensor_parallel_ranks_than_kv_heads_are_refused_by_name(groups: Mo
             seed=1,
             trainable=False,
         )
-
-
-def test_llama3_scaling_keeps_high_divides_low_and_blends_between() -> None:
-    scaling = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=2.0, original_max_positions=100)
-    plain = rotary_frequencies(tiny_spec(head_dim=8, rope_theta=1e4))
-    scaled = rotary_frequencies(tiny_spec(head_dim=8, rope_theta=1e4, rope_scaling=scaling))
-    # wavelengths 6.3, 63, 628, 6283; kept below 50, divided above 100, blended at 63: (100 / 62.83 - 1) / (2 - 1)
-    blend = 100 / (2 * math.pi / 0.1) - 1
-    expected = plain * torch.tensor([1.0, blend + (1 - blend) / 4, 0.25, 0.25])
-    torch.testing.assert_close(scaled, expected)
 
 
 def test_a_process_with_models_on_the_cpu_builds_none_on_a_gpu() -> None:
