@@ -80,8 +80,9 @@ class HfFolder:
             raise damaged(self.file_of(name), error) from error
 
     def check(self, tensors: Iterable[LogicalTensor]) -> None:
-        """Raise CheckpointError unless the folder holds each tensor with exactly its shape (headers only)."""
+        """Raise CheckpointError unless each tensor is there, of its shape and of a floating dtype (headers only)."""
         for tensor in tensors:
+            self.dtype(tensor.name)
             if (found := self.shape(tensor.name)) != tensor.shape:
                 raise CheckpointError(
                     f"{self.file_of(tensor.name)}: {tensor.name} has shape {found}; needs {tensor.shape}; "

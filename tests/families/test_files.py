@@ -54,6 +54,12 @@ def test_missing_tensor_and_wrong_shape_are_named(folder):
     files.check([LogicalTensor("a", (7, 5), Part.EMBED), LogicalTensor("b", (11,), Part.FINAL_NORM)])
 
 
+def test_an_integer_tensor_is_refused_and_not_cast(tmp_path):
+    save_file({"a": torch.ones(7, 5, dtype=torch.int8)}, tmp_path / SINGLE_FILE)
+    with pytest.raises(CheckpointError, match=r"a has dtype I8; needs one of .*use an unquantised checkpoint"):
+        HfFolder(tmp_path).check([LogicalTensor("a", (7, 5), Part.EMBED)])
+
+
 def test_truncated_file_is_named(tmp_path):
     save_file(tensors(), tmp_path / SINGLE_FILE)
     whole = (tmp_path / SINGLE_FILE).read_bytes()
