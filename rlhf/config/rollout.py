@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from rlhf.config.checks import at_least, between, more_than
 from rlhf.errors import ConfigError
 
+MIN_TEMPERATURE = 1e-3
+"""Below it float32's rounding of logits, divided by the temperature, is no longer small beside a log-prob."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingConfig:
@@ -23,6 +26,11 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         at_least("sampling.temperature", self.temperature, 0.0)
+        if 0.0 < self.temperature < MIN_TEMPERATURE:
+            raise ConfigError(
+                f"sampling.temperature: {self.temperature} given; needs 0 (the most likely token) or at least "
+                f"{MIN_TEMPERATURE}; change it"
+            )
         more_than("sampling.top_p", self.top_p, 0.0)
         between("sampling.top_p", self.top_p, 0.0, 1.0)
         at_least("sampling.top_k", self.top_k, 0)

@@ -171,6 +171,10 @@ def test_a_mistake_is_named_with_its_place_and_cure(refused, override, parts):
         (["rollout.kv_cache_tokens=8"], "rollout.kv_cache_tokens: 8 cannot hold one response of rollout.sampling.max"),
         (["rollout.kv_cache_tokens=500"], "rollout.kv_cache_tokens: 500 is less than data.max_prompt_tokens"),
         (["eval.sampling.max_new_tokens=65000"], "rollout.kv_cache_tokens: 65536 is less than"),
+        (
+            ["eval.sampling.temperature=1e-38"],
+            "eval.sampling.temperature: 1e-38 given; needs 0 (the most likely token) or",
+        ),
         (["rollout.sampling.temperature=0"], "rollout.sampling.temperature: 0 samples the same"),
         (["ppo.minibatch_samples=7"], "ppo.minibatch_samples: 7 does not divide"),
         (["ppo.critic_warmup_steps=100"], "ppo.critic_warmup_steps: 100 of num_steps = 100"),
