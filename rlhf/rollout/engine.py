@@ -30,7 +30,8 @@ class RolloutEngine(Protocol):
         attempt)`, and of nothing else: not of the rest of the batch, nor of the engine's size.
 
         Raises:
-            EngineError: A row is empty or can never fit into the engine's memory. On all ranks; nothing is queued.
+            EngineError: A row is empty, holds a token outside the vocabulary, or can never fit into the engine's
+                memory. On all ranks; nothing is queued.
         """
         ...
 

@@ -6,7 +6,7 @@ import torch
 from rlhf.config.rollout import SamplingConfig
 from rlhf.data.batch import FinishReason, PromptBatch, Provenance
 from rlhf.errors import EngineError
-from tests.rollout.tiny import CASES, hf_model, make_engine, prompts, reference_logprobs
+from tests.rollout.tiny import CASES, fill, hf_model, make_engine, prompts, reference_logprobs
 
 GREEDY = SamplingConfig(temperature=0.0, max_new_tokens=13)
 
@@ -74,15 +74,19 @@ def test_rollout_says_where_tokens_came_from_and_which_weights_made_them():
 
 
 def test_new_weights_are_used_at_once():
-    first, second = hf_model("qwen2"), hf_model("qwen2", rms_norm_eps=0.1)
-    engine, batch = make_engine(first), prompts((5, 6))
+    model = hf_model("qwen2")
+    engine, batch = make_engine(model), prompts((5, 6))
     before = engine.generate(batch, GREEDY)
-    for param in engine.params().values():
-        param.mul_(1.5)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param) * 0.1)
+    fill(engine.params(), engine.layout(), 0, model.state_dict())
     engine.weights_updated(1)
     after = engine.generate(batch, GREEDY)
-    assert not torch.equal(before.rollout_logprobs.values, after.rollout_logprobs.values)
-    assert second is not first
+    assert not torch.equal(before.responses.values, after.responses.values)
+    rows = zip(batch.tokens.rows(), after.responses.rows(), after.rollout_logprobs.rows(), strict=True)
+    for prompt, response, logprobs in rows:
+        torch.testing.assert_close(logprobs, reference_logprobs(model, prompt, response), atol=3e-5, rtol=0)
 
 
 def test_weights_that_are_not_numbers_are_reported_with_the_sample():
@@ -124,6 +128,15 @@ def test_prompt_beyond_the_cache_and_empty_prompt_are_refused_by_sample():
     with pytest.raises(EngineError, match="sample 1001 has an empty prompt"):
         engine.generate(prompts((3, 0)), GREEDY)
     assert engine.generate(prompts((51,)), GREEDY).responses.lengths.tolist() == [13]
+
+
+@pytest.mark.parametrize("token", [131, 190, 5000, -1])  # 131..191 are padding rows of the embedding
+def test_a_token_outside_the_vocabulary_is_refused_by_sample(token):
+    engine, batch = make_engine(hf_model("llama")), prompts((3, 4))
+    batch.tokens.values[5] = token
+    with pytest.raises(EngineError, match=rf"sample 1001 has prompt token {token}; the model has 0\.\.130"):
+        engine.submit(batch, GREEDY)
+    assert len(engine.generate(prompts((3,)), GREEDY)) == 1  # nothing was queued
 
 
 def test_asleep_engine_refuses_and_wakes_with_the_same_answers():

@@ -69,6 +69,7 @@ class NativeEngine:
                 )
             mine = (prompts.tokens.values.cpu(), prompts.tokens.lengths, prompts.sample_ids.cpu())
         tokens, lengths, sample_ids = self._peers.share_rows(mine, count=3)
+        check_vocabulary(tokens, lengths, sample_ids, vocab_size=self._spec.vocab_size)
         rows: list[tuple[SamplingConfig, Row]] = []
         for row, sample_id in zip(tokens.split(lengths.tolist()), sample_ids.tolist(), strict=True):
             check_fits(row.numel(), sampling.max_new_tokens, self._config.kv_cache_tokens, sample_id=sample_id)
@@ -147,3 +148,15 @@ class NativeEngine:
     def _stop_ids(self, sampling: SamplingConfig) -> Tensor:
         ids = sorted({*self._eos_token_ids, *sampling.stop_token_ids})
         return torch.tensor(ids, dtype=torch.int64, device=self._model.device)
+
+
+def check_vocabulary(tokens: Tensor, lengths: Tensor, sample_ids: Tensor, *, vocab_size: int) -> None:
+    """Raise EngineError at a token outside the vocabulary: padding rows of the embedding would take it in silence."""
+    outside = (tokens < 0) | (tokens >= vocab_size)
+    if bool(outside.any()):
+        at = int(outside.nonzero()[0])
+        row = int((lengths.cumsum(0) <= at).sum())
+        raise EngineError(
+            f"native engine: sample {int(sample_ids[row])} has prompt token {int(tokens[at])}; the model has "
+            f"0..{vocab_size - 1}; use the tokenizer of the model's own folder"
+        )
