@@ -27,15 +27,16 @@ def slow_policy_loss(logprobs, old, advantages, mask, eps, denominator):
 
 def test_policy_loss_hand_computed():
     # Ratios 1.5 and .5, eps .2. A=+1: gain clipped at 1.2. A=-1, ratio 1.5: unclipped 1.5. A=+1, .5: unclipped -.5.
-    # A=-1, ratio .5: clipped at .8.
-    logprobs = torch.tensor([1.5, 1.5, 0.5, 0.5]).log()
-    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    loss, sums = policy_loss(logprobs, torch.zeros(4), advantages, ones(4), clip_eps=0.2, denominator=2.0)
-    torch.testing.assert_close(loss, torch.tensor((-1.2 + 1.5 - 0.5 + 0.8) / 2))
+    # A=-1, ratio .5: clipped at .8. A=+1, ratio 1.1: within the range.
+    logprobs = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1]).log()
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
+    loss, sums = policy_loss(logprobs, torch.zeros(5), advantages, ones(5), clip_eps=0.2, denominator=2.0)
+    torch.testing.assert_close(loss, torch.tensor((-1.2 + 1.5 - 0.5 + 0.8 - 1.1) / 2))
     assert sums["clipped_tokens"] == 2
-    assert sums["policy_tokens"] == 4
-    torch.testing.assert_close(sums["ratio_sum"], torch.tensor(4.0))
-    torch.testing.assert_close(sums["approx_kl_sum"], torch.tensor(-2 * math.log(1.5) - 2 * math.log(0.5)))
+    assert sums["policy_tokens"] == 5
+    torch.testing.assert_close(sums["ratio_sum"], torch.tensor(5.1))
+    k3 = torch.tensor(0.1 - math.log(1.1) - 2 * math.log(1.5) - 2 * math.log(0.5))
+    torch.testing.assert_close(sums["approx_kl_sum"], k3)
 
 
 def test_clipped_tokens_have_no_gradient_and_the_others_minus_advantage_times_ratio():
@@ -92,9 +93,10 @@ def test_value_loss_hand_computed():
 
 
 def test_value_clip_of_zero_never_clips():
-    values = torch.tensor([50.0], requires_grad=True)
-    loss, sums = value_loss(values, torch.zeros(1), torch.ones(1), ones(1), clip_eps=0.0, denominator=1.0)
-    assert float(loss.detach()) == pytest.approx(0.5 * 49**2)
+    # Any clip would hold the first value, which has come nearer to its target of 1, back towards the old one.
+    values = torch.tensor([0.75, 50.0], requires_grad=True)
+    loss, sums = value_loss(values, torch.zeros(2), torch.ones(2), ones(2), clip_eps=0.0, denominator=1.0)
+    assert float(loss.detach()) == pytest.approx(0.5 * (0.25**2 + 49**2))
     assert sums["value_clipped_tokens"] == 0
 
 
@@ -154,6 +156,9 @@ def test_masked_tokens_take_part_in_nothing(case, rubbish):
     assert torch.equal(results[0][1], results[1][1])
     assert not results[1][1][~mask].any()
     assert all(torch.equal(results[0][2][key], results[1][2][key]) for key in results[0][2])
+    _, kept_sums = CASES[case](*(x[mask] for x in clean), ones(4), 4.0)
+    for key, value in kept_sums.items():
+        torch.testing.assert_close(results[1][2][key], value, msg=lambda text, key=key: f"{key}: {text}")
 
 
 def test_an_integer_mask_is_refused():
