@@ -270,6 +270,7 @@ def _weight_sync(config: PPORunConfig, site: Site) -> WeightSync | None:
         group=group,
         device=site.ranks.device,
         bucket_bytes=config.sync.bucket_bytes,
+        verify=config.sync.verify,
     )
 
 

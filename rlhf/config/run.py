@@ -63,6 +63,8 @@ class SyncConfig:
 
     bucket_bytes: int = 256 * 2**20
     """Most bytes packed for one transfer."""
+    verify: bool = True
+    """Compare checksums of the weights on both sides after each transfer; costs one more read of them."""
 
     def __post_init__(self) -> None:
         at_least("sync.bucket_bytes", self.bucket_bytes, 4096)

@@ -12,9 +12,10 @@ from torch.distributed import ProcessGroup
 from rlhf.errors import WeightSyncError
 from rlhf.reshard.bucket import buckets_of, digests, messages_of
 from rlhf.reshard.check import Certificate, RankTraffic, check_arrivals, rank_traffic, ratio
+from rlhf.reshard.checksum import checksum
 from rlhf.reshard.execute import LocalParams, Staging, execute
-from rlhf.reshard.layout import ModelLayout
-from rlhf.reshard.plan import Plan, make_plan
+from rlhf.reshard.layout import Box, ModelLayout, ParamLayout
+from rlhf.reshard.plan import Plan, RankPlan, make_plan
 from rlhf.reshard.topology import Link, Topology
 from rlhf.reshard.transport import GroupTransport
 
@@ -49,7 +50,8 @@ class WeightSync:
 
     Making it is collective over `group`, which holds exactly the ranks of both pools; a rank of neither pool passes
     `group=None`, and all its calls return at once. `src` and `dst` are the same on every rank. `device` is where the
-    group's transport works (default: CPU, for gloo); parameters may lie elsewhere.
+    group's transport works (default: CPU, for gloo); parameters may lie elsewhere. With `verify`, each transfer ends
+    with a comparison of checksums taken from the parameters of both sides (one more read of each, one small gather).
 
     Raises:
         LayoutError: The layouts do not fit each other (named, the same on every rank).
@@ -65,12 +67,14 @@ class WeightSync:
         group: ProcessGroup | None,
         device: torch.device | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        verify: bool = True,
     ) -> None:
         plan = make_plan(src, dst, topology)
         self.certificate: Certificate | None = None
         """Of the whole transfer; None on a rank of neither pool."""
-        self._route = _Route(plan, group, device or torch.device("cpu"), bucket_bytes) if group is not None else None
-        if self._route is not None:
+        self._route: _Route | None = None
+        if group is not None:
+            self._route = _Route(plan, group, device or torch.device("cpu"), bucket_bytes, verify=verify)
             self.certificate = self._route.certify()
 
     def update_weights(self, src_params: Mapping[str, Tensor], dst_params: Mapping[str, Tensor]) -> ReshardStats:
@@ -81,6 +85,7 @@ class WeightSync:
 
         Raises:
             LayoutError: A parameter is missing, too small, or of another dtype than its layout says.
+            WeightSyncError: The two sides do not hold the same weights afterwards; on all ranks.
         """
         if self._route is None:
             return ReshardStats(dict.fromkeys(Link, 0), 0, 0.0)
@@ -90,8 +95,10 @@ class WeightSync:
 class _Route:
     """One rank's part of a transfer, ready to run."""
 
-    def __init__(self, plan: Plan, group: ProcessGroup, device: torch.device, bucket_bytes: int) -> None:
-        self._plan, self._group, self._device = plan, group, device
+    def __init__(
+        self, plan: Plan, group: ProcessGroup, device: torch.device, bucket_bytes: int, *, verify: bool
+    ) -> None:
+        self._plan, self._group, self._device, self._verify = plan, group, device, verify
         self._rank = dist.get_rank()
         if tuple(sorted(dist.get_process_group_ranks(group))) != plan.ranks:
             raise WeightSyncError(
@@ -130,15 +137,19 @@ class _Route:
         """See `WeightSync.update_weights`."""
         start = time.perf_counter()
         before = dict(self._transport.traffic.received)
+        src = LocalParams(self._plan.src_index, self._rank, src_params, side="source")
+        dst = LocalParams(self._plan.dst_index, self._rank, dst_params, side="destination")
         execute(
             self._part,
             self._buckets,
-            src=LocalParams(self._plan.src_index, self._rank, src_params, side="source"),
-            dst=LocalParams(self._plan.dst_index, self._rank, dst_params, side="destination"),
+            src=src,
+            dst=dst,
             transport=self._transport,
             staging=self._staging,
             device=self._device,
         )
+        if self._verify:
+            self._compare_weights(src, dst)
         received = {link: count - before[link] for link, count in self._transport.traffic.received.items()}
         received[Link.SAME_RANK] = sum(m.box.num_elements for m in self._part.copies) * self._plan.src.item_bytes
         totals = torch.tensor([received[link] for link in Link], dtype=torch.int64, device=self._device)
@@ -160,6 +171,26 @@ class _Route:
                         "topology and bucket size on every rank; compare their configs and code"
                     )
 
+    def _compare_weights(self, src: LocalParams, dst: LocalParams) -> None:
+        """Raise WeightSyncError, on all ranks, unless every destination holds what its sources hold. Collective."""
+        given, ranks = given_sums(self._part, src), self._plan.ranks
+        held = held_sums(self._part, self._plan.dst_index.of_rank(self._rank), dst)
+        rows = self._gather([*(_total(given.get(rank, {})) for rank in ranks), _total(held)])
+        for at, rank in enumerate(ranks):
+            if _wrapped(sum(row[at] for row in rows)) == rows[at][-1]:
+                continue
+            names, mine = list(self._plan.order), held if rank == self._rank else {}
+            by_name = self._gather([int(of.get(name, 0)) for of in (given.get(rank, {}), mine) for name in names])
+            wrong = [
+                name
+                for place, name in enumerate(names)
+                if _wrapped(sum(row[place] for row in by_name)) != by_name[at][len(names) + place]
+            ]
+            raise WeightSyncError(
+                f"reshard: after the transfer rank {rank} holds other weights than its sources: {', '.join(wrong)}; "
+                "needs equal checksums; do not write to parameters while a transfer runs"
+            )
+
     def _gather(self, numbers: list[int]) -> list[list[int]]:
         """The numbers of all ranks of the group, in order of rank."""
         own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
@@ -167,3 +198,36 @@ class _Route:
         dist.all_gather(rows, own, group=self._group)
         of_rank = dict(zip(dist.get_process_group_ranks(self._group), rows, strict=True))
         return [of_rank[rank].tolist() for rank in self._plan.ranks]
+
+
+def given_sums(part: RankPlan, src: LocalParams) -> dict[int, dict[str, Tensor]]:
+    """Checksums of what this rank gives, by destination rank and tensor, from its source parameters."""
+    of_block: dict[tuple[str, Box], Tensor] = {}
+    found: dict[int, dict[str, Tensor]] = {}
+    for move in (*part.copies, *part.sends):
+        key = (move.tensor, move.box)
+        if key not in of_block:
+            of_block[key] = checksum(*key, src.view(*key)).cpu()
+        to = found.setdefault(move.dst_rank, {})
+        to[move.tensor] = to[move.tensor] + of_block[key] if move.tensor in to else of_block[key]
+    return found
+
+
+def held_sums(part: RankPlan, held: Mapping[str, tuple[ParamLayout, ...]], dst: LocalParams) -> dict[str, Tensor]:
+    """Checksums of a rank's destination parameters, by tensor; what it holds twice must be equal and counts once."""
+    found = {
+        tensor: torch.stack([checksum(tensor, one.box, dst.view_in(one, one.box)).cpu() for one in ones]).sum()
+        for tensor, ones in held.items()
+    }
+    for echo in part.echoes:
+        found[echo.tensor] -= checksum(echo.tensor, echo.box, dst.view_in(echo.first, echo.box)).cpu()
+    return found
+
+
+def _total(sums: Mapping[str, Tensor]) -> int:
+    return _wrapped(sum(int(of_tensor) for of_tensor in sums.values()))
+
+
+def _wrapped(number: int) -> int:
+    """As int64 wraps around."""
+    return (number + 2**63) % 2**64 - 2**63

@@ -1,6 +1,6 @@
 """What the ranks of the multi-process tests do. Imports torch and nothing heavier, for eight processes pay for it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 
 import pytest
@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from rlhf.dist.groups import GroupFactory
 from rlhf.errors import LayoutError, WeightSyncError
+from rlhf.reshard.execute import execute
 from rlhf.reshard.layout import ModelLayout
 from rlhf.reshard.topology import Link, Topology
 from rlhf.reshard.transport import GroupTransport, Parcel
@@ -59,8 +60,34 @@ def several_pools(world: int, pairs: Mapping[str, Pair]) -> None:
         topology = Topology.blocks(world, ranks_per_node=(2, 4, 8)[number % 3])
         for bucket in (200, 1 << 20):
             three_syncs(src, dst, topology, factory, bucket)
+    damage_shows(world, factory, pairs.values())
     refusals(world, factory, *next(iter(pairs.values())))
     ring(world, factory)
+
+
+def damage_shows(world: int, factory: GroupFactory, pairs: Iterable[Pair]) -> None:
+    """One element of one destination, changed before the checksums are taken, is named on every rank."""
+    rank, topology = dist.get_rank(), Topology.blocks(world, ranks_per_node=2)
+    for src, dst in pairs:
+        group = factory.cpu_group([tuple(sorted({*src.ranks, *dst.ranks}))])
+        params = filled_params(src, rank, full_tensors(src.tensors), padding=3)
+        landed = empty_params(dst, rank, fill=-7.0, padding=1)
+        victim = dst.ranks[-1]
+        one = dst.holdings(victim)[-1]
+
+        def execute_badly(*args: object, one=one, landed=landed, hurts=rank == victim, **kwargs: object) -> None:
+            execute(*args, **kwargs)
+            if hurts:
+                landed[one.param][one.param_start] += 1.0
+
+        sync = WeightSync(src, dst, topology=topology, group=group)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("rlhf.reshard.weight_sync.execute", execute_badly)
+            WeightSync(src, dst, topology=topology, group=group, verify=False).update_weights(params, landed)
+            if group is not None:
+                with pytest.raises(WeightSyncError, match=f"rank {victim} holds other weights .*: {one.tensor};"):
+                    sync.update_weights(params, landed)
+        sync.update_weights(params, landed)  # and all is well again
 
 
 def ring(world: int, factory: GroupFactory) -> None:
