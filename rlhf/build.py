@@ -5,6 +5,7 @@ Every rank builds its own part, in the same order, since process groups are made
 
 import importlib
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
@@ -18,7 +19,7 @@ from rlhf.config.model import FrozenRoleConfig, ModelConfig, TrainedRoleConfig
 from rlhf.config.run import PPORunConfig, RunConfig, SFTRunConfig, check_world
 from rlhf.data.batch import PromptBatch
 from rlhf.data.prompts import AnswerSource, PromptSource, open_problems
-from rlhf.data.tokenizer import eos_token_ids, load_tokenizer
+from rlhf.data.tokenizer import check_vocabulary, eos_token_ids, load_tokenizer
 from rlhf.dist.agree import gather
 from rlhf.dist.job import Ranks
 from rlhf.errors import ConfigError
@@ -78,7 +79,12 @@ def build_loop(config: RunConfig, ranks: Ranks) -> PPOLoop | SFTLoop:
     check_world(config, ranks.world_size)
     check_inputs(config)
     site = _site(config, ranks)
-    return _build_ppo(config, site) if isinstance(config, PPORunConfig) else _build_sft(config, site)
+    with ExitStack() as until_it_runs:
+        if site.desk is not None:  # loading can take minutes; the loop ends the display that begins here
+            until_it_runs.enter_context(site.desk.display)
+        loop = _build_ppo(config, site) if isinstance(config, PPORunConfig) else _build_sft(config, site)
+        until_it_runs.pop_all()
+    return loop
 
 
 def _site(config: RunConfig, ranks: Ranks) -> Site:
@@ -294,6 +300,9 @@ def _owner_side(config: PPORunConfig, folder: Path, ownership: Ownership, site: 
     if index is None:
         return None
     tokenizer = load_tokenizer(folder)
+    stop_ids = eos_token_ids(tokenizer, folder)
+    models = {"actor": config.actor.model, "critic": config.critic.model, "reference": config.reference.model}
+    check_vocabulary(tokenizer, stop_ids, {role: _spec(model).vocab_size for role, model in models.items()})
     prompts = PromptSource(
         open_problems(config.data, tokenizer, seed=config.seed),
         prompts_per_step=config.ppo.prompts_per_step,
@@ -304,7 +313,7 @@ def _owner_side(config: PPORunConfig, folder: Path, ownership: Ownership, site: 
         prompts=prompts,
         held_out=prompts.held_out(index, len(ownership.leaders)),
         scorer=Scorer(RewardFunction(config.reward, log_path=log_path), tokenizer, site.ranks.progress),
-        stop_ids=eos_token_ids(tokenizer, folder),
+        stop_ids=stop_ids,
     )
 
 
@@ -339,7 +348,6 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
             sync,
             actor_params=lambda: local_params(actor.model) if actor.model else {},
             engine=engine,
-            timers=site.timers,
         ),
         scorer=scorer,
         models=PPOModels(actor, critic, reference),
@@ -369,6 +377,8 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
 def _build_sft(config: SFTRunConfig, site: Site) -> SFTLoop:
     source = resolve_folder(config.actor.model.path)
     tokenizer = load_tokenizer(source)
+    end_token = eos_token_ids(tokenizer, source)[0]
+    check_vocabulary(tokenizer, (end_token,), {"actor": _spec(config.actor.model).vocab_size})
     groups = make_groups(config.actor.parallel, site.ranks.groups)
     model = _model(config.actor, groups, Head.LM, site, config.seed)
     assert model is not None, "check_world leaves no rank without a role"
@@ -377,7 +387,7 @@ def _build_sft(config: SFTRunConfig, site: Site) -> SFTLoop:
         open_problems(config.data, tokenizer, seed=config.seed, need_answers=True),
         tokenizer,
         batch_samples=config.sft.batch_samples,
-        eos_token_id=eos_token_ids(tokenizer, source)[0],
+        eos_token_id=end_token,
     )
     _note(site, str(answers.report()))
     target = Path(config.save_hf) if config.save_hf else site.ranks.run_folder / "hf"
@@ -390,5 +400,6 @@ def _build_sft(config: SFTRunConfig, site: Site) -> SFTLoop:
         stop=site.ranks.stop,
         timers=site.timers,
         save=_saver(config.actor, model, groups, target, site),
+        save_folder=target,
         desk=site.desk,
     )

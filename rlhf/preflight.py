@@ -12,9 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlhf.config.data import DataConfig
 from rlhf.config.load import load_config
 from rlhf.config.model import FrozenRoleConfig, TrainedRoleConfig
 from rlhf.config.run import PPORunConfig, RunConfig, check_world
+from rlhf.config.rollout import SamplingConfig
 from rlhf.data.row_files import check_there
 from rlhf.dist.exit_record import ExitCode
 from rlhf.errors import CheckpointError, ConfigError, DataError, LayoutError
@@ -37,6 +39,9 @@ def check_inputs(config: RunConfig) -> None:
     if config.data.source != "reasoning_gym":
         check_there(config.data.source, Path(config.data.path))
     if isinstance(config, PPORunConfig):
+        for name, sampling in (("rollout", config.rollout.sampling), ("eval", config.eval.sampling)):
+            _check_stop_ids(f"{name}.sampling.stop_token_ids", sampling.stop_token_ids, specs["actor"].vocab_size)
+            _check_positions(f"{name}.sampling.max_new_tokens", sampling, config.data, specs)
         _check_place("reward.function", config.reward.function)
         if config.rollout.engine == "native":
             check_tp(specs["actor"], config.rollout.tp)
@@ -58,6 +63,24 @@ def _checked_model(name: str, role: TrainedRoleConfig | FrozenRoleConfig) -> Mod
     if role.model.init == "checkpoint":
         check_whole(folder)
     return spec
+
+
+def _check_stop_ids(where: str, given: tuple[int, ...], vocab_size: int) -> None:
+    if beyond := [token for token in given if not 0 <= token < vocab_size]:
+        raise ConfigError(
+            f"{where}: {beyond} given; the actor's vocabulary has 0..{vocab_size - 1}, so nothing would stop there; "
+            "needs ids of the actor's tokenizer; change it"
+        )
+
+
+def _check_positions(where: str, sampling: SamplingConfig, data: DataConfig, specs: dict[str, ModelSpec]) -> None:
+    longest = data.max_prompt_tokens + sampling.max_new_tokens
+    for role, spec in specs.items():
+        if longest > spec.max_positions:
+            raise ConfigError(
+                f"{where}: {sampling.max_new_tokens} after data.max_prompt_tokens = {data.max_prompt_tokens} make "
+                f"{longest} positions; the {role}'s model was made for {spec.max_positions}; lower one of the two"
+            )
 
 
 def _check_place(where: str, location: str) -> None:

@@ -7,7 +7,7 @@ usage() {
 usage: scripts/launch.sh [options] CONFIG [key=value ...]
 
 Checks the configuration, starts torchrun on this host, waits, sweeps up, and returns the code of exit.json:
-  0 finished    2 bad configuration or data    3 a rank failed    75 stopped on request (run again to go on)
+  0 finished    2 bad configuration or data    3 a rank failed    75 stopped on request
 
 options:
   --nproc N          ranks on this host; as many as the run's pools need when left out
@@ -86,6 +86,7 @@ if [[ -t 1 ]]; then # rank 0 draws on this terminal, but its own descriptors lea
     exec 8>&1 # inside $() 1 is a pipe
     read -r LINES COLUMNS <<<"$(stty size <&8)" && export LINES COLUMNS
     exec 8>&-
+    echo "launch: starting $world_size ranks, which takes some seconds; run folder $run_folder"
 fi
 # torchrun has a session of its own, so that a Ctrl-C reaches this script alone; its own noise goes into a file.
 RLHF_JOB_ID="$job_id" setsid "$python" -m torch.distributed.run --nnodes "$nnodes" \

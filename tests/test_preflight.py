@@ -49,6 +49,12 @@ def test_it_says_ranks_and_folder(tmp_path: Path, capsys: pytest.CaptureFixture[
             ["actor.parallel.pp=2", "actor.parallel.layers_per_stage=[1,1]"],
             "actor.parallel.layers_per_stage: [1, 1] sums to 2; the model has 3 layers",
         ),
+        (["rollout.sampling.stop_token_ids=[7,9999]"], "rollout.sampling.stop_token_ids: [9999] given"),
+        (["eval.sampling.stop_token_ids=[-1]"], "eval.sampling.stop_token_ids: [-1] given"),
+        (
+            ["rollout.sampling.max_new_tokens=41"],
+            "data.max_prompt_tokens = 24 make 65 positions; the actor's model was",
+        ),
         (["rollout.tp=3"], "rollout.tp: 3 does not divide num_heads = 8"),
         (["rollout.engine=no_such_package:make"], "rollout.engine: no_such_package:make cannot be loaded"),
         (["critic.model.path=/nowhere"], "critic.model.path: '/nowhere' is neither a folder nor a hub id"),

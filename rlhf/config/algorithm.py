@@ -59,6 +59,10 @@ class PPOConfig:
         """Responses of one step over the whole job."""
         return self.prompts_per_step * self.samples_per_prompt
 
+    def policy_version(self, steps_done: int) -> int:
+        """Steps that have changed the actor, of so many steps done."""
+        return max(0, steps_done - self.critic_warmup_steps)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SFTConfig:

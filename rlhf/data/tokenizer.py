@@ -4,7 +4,7 @@ The vocabulary of the model may be larger than the tokenizer's; nothing here kno
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,12 +26,39 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        if not set(found.get_vocab().values()) - set(found.all_special_ids):
+            raise ValueError("it knows no word")  # transformers makes one up from config.json where no file is
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise CheckpointError(
             f"{folder}: no tokenizer could be read ({type(error).__name__}: {str(error).splitlines()[0]}); needs "
             "tokenizer.json and tokenizer_config.json; copy them from the model the checkpoint came from"
         ) from error
+    return found
+
+
+def check_vocabulary(
+    tokenizer: "PreTrainedTokenizerBase", eos_token_ids: Iterable[int], vocab_sizes: Mapping[str, int]
+) -> None:
+    """Whether every model has a row for each token of a prompt or a response.
+
+    Special tokens but the end tokens are left out: a pad token beyond the model's vocabulary is common and never used.
+
+    Args:
+        tokenizer: Of the actor; all roles read its tokens.
+        eos_token_ids: Tokens that end a response.
+        vocab_sizes: Of each role's model.
+
+    Raises:
+        CheckpointError: A role's model is too small.
+    """
+    used = set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids) | set(eos_token_ids)
+    for role, size in vocab_sizes.items():
+        if max(used) >= size:
+            raise CheckpointError(
+                f"{role}.model.path: its config.json has vocab_size = {size}, but the actor's tokenizer gives ids up "
+                f"to {max(used)}; needs a row for each; take a model and a tokenizer that belong together"
+            )
 
 
 def eos_token_ids(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> tuple[int, ...]:

@@ -212,7 +212,7 @@ class job:  # noqa: N801  # reads as `with job(config) as ranks`
             self._ending.raised(lost)
         code = ExitCode.STOPPED if self._stop.accepted else ExitCode.FINISHED
         if self._place.rank == 0:
-            reason = "stopped on request; run again to go on" if self._stop.accepted else "finished"
+            reason = "stopped on request" if self._stop.accepted else "finished"
             write_over(exit_path(self._run_folder), ExitRecord(code=code, reason=reason))
         self._heart.beat(FINISHED)
         self._release()

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from math import pi
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from rlhf.errors import CheckpointError
 from rlhf.families.spec import ModelSpec, RopeScaling
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def read_rope(entries: Mapping[str, object], *, max_positions: int, where: str) -> tuple[float, RopeScaling | None]:
@@ -63,12 +64,14 @@ def rope_entries(spec: ModelSpec) -> dict[str, object]:
     }
 
 
-def rotary_frequencies(spec: ModelSpec) -> Tensor:
+def rotary_frequencies(spec: ModelSpec) -> "Tensor":
     """Radians per position of each pair of channels, float32 [head_dim / 2].
 
     Source: `_compute_llama3_parameters` of transformers, from Llama 3.1: low frequencies are divided by the factor,
     high ones stay, those between are blended.
     """
+    import torch  # noqa: PLC0415  # rlhf/preflight.py reads specs before torch is there
+
     channels = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float()
     freqs = 1.0 / (spec.rope_theta ** (channels / spec.head_dim))
     scaling = spec.rope_scaling

@@ -58,7 +58,7 @@ class ProgressDisplay(Protocol):
     """A display of either kind, used as a context manager around the run."""
 
     def __enter__(self) -> Self:
-        """Begin to show."""
+        """Begin to show; a second time does nothing."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -109,7 +109,8 @@ class PlainDisplay:
 
     def __enter__(self) -> Self:
         """Begin to watch for long phases."""
-        self._thread.start()
+        if not self._thread.is_alive() and not self._stop.is_set():
+            self._thread.start()
         return self
 
     def __exit__(
@@ -158,6 +159,8 @@ class LiveDisplay:
 
     def __enter__(self) -> Self:
         """Begin to draw."""
+        if self._running:
+            return self
         self._running = True
         self._live.start()
         # A rank that is killed cannot bring a hidden cursor back.

@@ -41,6 +41,10 @@ class FinalReport:
     """Held-out problems evaluated."""
     rewards: Sequence[float] = ()
     """Mean reward of each step."""
+    losses: Sequence[float] = ()
+    """Loss of each step."""
+    model: str = ""
+    """Folder that the trained model was written to; empty when it was not."""
     samples: Sequence[BeforeAfter] = ()
     """Problems to show; the first three are."""
     next_command: str = ""
@@ -51,11 +55,10 @@ class FinalReport:
         parts = [f"{self.steps} steps in {duration(self.seconds)}"]
         if not math.isnan(self.solved_after):
             parts.append(self._solved())
-        if self.rewards:
-            parts.append(
-                f"reward by step  {self.rewards[0]:.3f} {sparkline(self.rewards)} {self.rewards[-1]:.3f}  (first, last)"
-            )
+        parts += [_by_step(name, of) for name, of in (("reward", self.rewards), ("loss", self.losses)) if of]
         parts += [_sample(i, sample) for i, sample in enumerate(self.samples[:3], 1)]
+        if self.model:
+            parts.append(f"model       {self.model}")
         parts.append(f"run folder  {self.run_folder}")
         if self.next_command:
             parts.append(f"try next    {self.next_command}")
@@ -71,6 +74,10 @@ class FinalReport:
             return line + ")"
         variance = sum(p * (1 - p) for p in (self.solved_before, self.solved_after)) / self.problems
         return line + f", standard error {100 * math.sqrt(variance):.1f})"
+
+
+def _by_step(name: str, numbers: Sequence[float]) -> str:
+    return f"{name} by step  {numbers[0]:.3f} {sparkline(numbers)} {numbers[-1]:.3f}  (first, last)"
 
 
 def _sample(number: int, sample: BeforeAfter) -> str:

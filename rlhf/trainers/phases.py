@@ -19,15 +19,25 @@ class Phases:
     @contextmanager
     def rollout(self) -> Iterator[None]:
         """The engine is awake; it sleeps again afterwards, so that training has its memory."""
-        with self.timers.phase("rollout"):
-            if self.engine is not None:
-                self.engine.wake()
+        with self.timers.phase("rollout"), self._awake():
             yield
-            if self.engine is not None:
-                self.engine.sleep()
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """As rollout; its time is not the rollout's."""
+        with self.timers.phase("evaluate"), self._awake():
+            yield
 
     @contextmanager
     def training(self) -> Iterator[None]:
         """Models score and learn."""
         with self.timers.phase("training"):
             yield
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        if self.engine is not None:
+            self.engine.wake()
+        yield
+        if self.engine is not None:
+            self.engine.sleep()

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from rlhf.metrics.timers import Timers
 from rlhf.reshard.weight_sync import ReshardStats, WeightSync
 from rlhf.rollout.engine import RolloutEngine
 
@@ -18,10 +17,9 @@ class PolicySync:
         *,
         actor_params: Callable[[], Mapping[str, Tensor]],
         engine: RolloutEngine | None,
-        timers: Timers,
     ) -> None:
         """`sync`: None on ranks of neither pool. `actor_params`: this rank's weights, up to date; empty outside."""
-        self._sync, self._actor_params, self._engine, self._timers = sync, actor_params, engine, timers
+        self._sync, self._actor_params, self._engine = sync, actor_params, engine
 
     def update_weights(self, *, policy_version: int) -> ReshardStats | None:
         """Move the weights; the engines then hold this version (updates of the actor so far).
@@ -30,10 +28,9 @@ class PolicySync:
         """
         if self._sync is None:
             return None
-        with self._timers.phase("rollout/sync"):
-            stats = self._sync.update_weights(
-                self._actor_params(), self._engine.params() if self._engine is not None else {}
-            )
-            if self._engine is not None:
-                self._engine.weights_updated(policy_version)
+        stats = self._sync.update_weights(
+            self._actor_params(), self._engine.params() if self._engine is not None else {}
+        )
+        if self._engine is not None:
+            self._engine.weights_updated(policy_version)
         return stats

@@ -12,6 +12,7 @@ from rlhf.data.prompts import PromptSource
 from rlhf.metrics.timers import Timers
 from rlhf.models.calls import RoleCalls
 from rlhf.models.minibatches import Cut, UpdateReport
+from rlhf.reshard.weight_sync import ReshardStats
 from rlhf.rollout.engine import RolloutEngine
 from rlhf.trainers.evaluation import Evaluation, EvaluationResult
 from rlhf.trainers.experience import PPOModels, make_experience, policy_rows, value_rows
@@ -55,7 +56,7 @@ class PPOLoop:
             self.reporter.started(self._evaluate(0))
             for step in range(last):
                 if self.reporter.stop_agreed():
-                    return
+                    break
                 with self.timers.phase("step"):
                     experience, part = self.step(step)
                 done = step + 1
@@ -70,7 +71,7 @@ class PPOLoop:
         config, owners = self.config.ppo, self._owners()
         prompts = self._prompts(step)
         with self.phases.rollout():
-            sync = self.policy_sync.update_weights(policy_version=step)
+            sync = self._sync(step)
             rollout = self._generate(prompts)
         with self.timers.phase("reward"):
             scored = self.scorer.score(rollout) if self.scorer else ScoredRollout.empty()
@@ -113,6 +114,10 @@ class PPOLoop:
             return PromptBatch.empty()
         return self.prompts.rows_of(step, engine, len(self.ownership.leaders))
 
+    def _sync(self, steps_done: int) -> ReshardStats | None:
+        with self.timers.phase("rollout/sync"):
+            return self.policy_sync.update_weights(policy_version=self.config.ppo.policy_version(steps_done))
+
     def _generate(self, prompts: PromptBatch) -> Rollout:
         if self.engine is None:
             return Rollout.empty()
@@ -122,8 +127,8 @@ class PPOLoop:
     def _evaluate(self, steps_done: int) -> EvaluationResult | None:
         if not self.config.data.held_out:
             return None
-        with self.timers.phase("evaluate"), self.phases.rollout():
-            self.policy_sync.update_weights(policy_version=steps_done)
+        with self.phases.evaluation():
+            self.policy_sync.update_weights(policy_version=self.config.ppo.policy_version(steps_done))
             return self.evaluation.run(steps_done)
 
 

@@ -99,7 +99,9 @@ class Reporter:
         if self._desk is None:
             return
         metrics = combine(
-            {rank: p for rank, (p, _) in enumerate(everywhere)}, self._config.ppo, policy_version=step - 1
+            {rank: p for rank, (p, _) in enumerate(everywhere)},
+            self._config.ppo,
+            policy_version=self._config.ppo.policy_version(step - 1),
         )
         if held_out is not None:
             metrics = replace(metrics, held_out=_held_out(held_out))
@@ -135,6 +137,7 @@ class Reporter:
             problems=before.problems if before else 0,
             rewards=self._rewards,
             samples=_compare(before, after),
+            model=self._config.save_hf,
             next_command=self._config.log.next_command,
         )
         desk.display.note(report.text())

@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.distributed import ProcessGroup
@@ -39,23 +41,26 @@ class SFTLoop:
     timers: Timers
     save: Callable[[], None]
     """Writes the model as a Hugging Face checkpoint. Collective over the job."""
+    save_folder: Path
+    """Where to."""
     desk: Desk | None
     """On rank 0."""
 
     def run(self) -> None:
         """All steps, then the checkpoint."""
-        began, losses = time.monotonic(), [NAN]
-        for step in range(self.config.num_steps):
-            if self.stop.agreed(self.group):
-                break
-            with self.timers.phase("step"):
-                report = self.step(step)
-            losses.append(report.stats["nll_sum"] / max(1.0, report.stats["target_tokens"]))
-            self._report(step + 1, report, losses[-1])
-        with self.timers.phase("save"):
-            self.save()
+        began, losses = time.monotonic(), list[float]()
+        with self.desk.display if self.desk else nullcontext():
+            for step in range(self.config.num_steps):
+                if self.stop.agreed(self.group):
+                    break
+                with self.timers.phase("step"):
+                    report = self.step(step)
+                losses.append(report.stats["nll_sum"] / max(1.0, report.stats["target_tokens"]))
+                self._report(step + 1, report, losses[-1])
+            with self.timers.phase("save"):
+                self.save()
         if self.desk is not None:
-            self._close(self.desk, losses[1:], time.monotonic() - began)
+            self._close(self.desk, losses, time.monotonic() - began)
 
     def step(self, step: int) -> StepReport:
         """One optimizer step on the step's rows."""
@@ -86,6 +91,8 @@ class SFTLoop:
         self.desk.sinks.write(step, StepMetrics(sft=sft, time=time_spent).flatten())
 
     def _close(self, desk: Desk, losses: list[float], seconds: float) -> None:
+        from rlhf.metrics.curves import draw_curves  # noqa: PLC0415  # matplotlib takes a second, and rank 0 alone draws
+
         desk.sinks.close()
         more = {"loss_first": losses[0], "loss_last": losses[-1]} if losses else {}
         desk.folder.write_summary(
@@ -99,8 +106,14 @@ class SFTLoop:
                 more=more,
             )
         )
+        draw_curves(desk.folder.metrics, desk.folder.curves, title=self.config.name)
         report = FinalReport(
-            run_folder=desk.folder.path, steps=len(losses), seconds=seconds, next_command=self.config.log.next_command
+            run_folder=desk.folder.path,
+            steps=len(losses),
+            seconds=seconds,
+            losses=losses,
+            model=str(self.save_folder),
+            next_command=self.config.log.next_command,
         )
         desk.display.note(report.text())
 

@@ -26,6 +26,8 @@ from rlhf.metrics.spread import MinMeanMax
 from rlhf.models.minibatches import UpdateReport
 from rlhf.reshard.weight_sync import ReshardStats
 
+NAN = float("nan")
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -108,13 +110,14 @@ def combine(parts: Mapping[int, StepPart], config: PPOConfig, *, policy_version:
     sync = next((part.sync for part in parts.values() if part.sync), None)
     response_tokens = total["response_tokens"].moments.total
     all_tokens = response_tokens + total["prompt_tokens"].moments.total
+    scored = total["score"].moments.count  # none when every reward call failed
     returns_variance = total["return"].moments.variance
     return StepMetrics(
         reward=RewardMetrics(
-            mean=total["score"].mean,
-            std=total["score"].std,
-            min=total["score"].low,
-            max=total["score"].high,
+            mean=total["score"].mean if scored else NAN,
+            std=total["score"].std if scored else NAN,
+            min=total["score"].low if scored else NAN,
+            max=total["score"].high if scored else NAN,
             solved=total["solved"].mean,
             failed=total["failed"].moments.total,
         ),

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf.data.ragged import Ragged
-from rlhf.data.tokenizer import EOS, decode_responses, eos_token_ids, load_tokenizer, tiny_tokenizer
+from rlhf.data.tokenizer import EOS, check_vocabulary, decode_responses, eos_token_ids, load_tokenizer, tiny_tokenizer
 from rlhf.errors import CheckpointError
 
 CORPUS = [f"What is {i} plus {3 * i}?" for i in range(200)]
@@ -61,6 +61,21 @@ def test_a_model_without_an_end_token_is_refused(tmp_path):
     tokenizer.eos_token = None
     with pytest.raises(CheckpointError, match="could never end"):
         eos_token_ids(tokenizer, tmp_path)
+
+
+def test_an_empty_tokenizer_that_transformers_made_up_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}))
+    with pytest.raises(CheckpointError, match=r"no tokenizer could be read .* needs tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_model_must_have_a_row_for_every_token(tokenizer):
+    size = len(tokenizer)
+    check_vocabulary(tokenizer, (tokenizer.eos_token_id,), {"actor": size, "critic": size + 64})
+    with pytest.raises(CheckpointError, match=rf"critic\.model\.path: .* vocab_size = {size - 1}.* up to {size - 1}"):
+        check_vocabulary(tokenizer, (tokenizer.eos_token_id,), {"actor": size, "critic": size - 1})
+    with pytest.raises(CheckpointError, match=f"up to {size + 3}"):
+        check_vocabulary(tokenizer, (size + 3,), {"actor": size})
 
 
 def test_a_folder_without_tokenizer_is_refused_without_asking_the_network(tmp_path):

@@ -167,3 +167,11 @@ def test_the_kind_of_display_follows_mode_and_terminal(mode, force, kind, monkey
 def test_an_unknown_mode_is_refused():
     with pytest.raises(ConfigError, match=r"log\.console: 'loud' given"):
         open_display("loud", 3)
+
+
+@pytest.mark.parametrize("mode", ["live", "plain"])
+def test_a_display_that_began_with_the_loading_goes_on_when_the_loop_begins(mode):
+    console = terminal(force=mode == "live")
+    with open_display(mode, 3, console=console) as display, display:
+        display.write(1, STEP)
+    assert "1/3" in console.file.getvalue()

@@ -39,6 +39,15 @@ def test_what_was_not_measured_is_left_out():
     assert report.text() == "10 steps in 4 s\nrun folder  runs/sft"
 
 
+def test_fine_tuning_reports_its_loss_and_where_the_model_is():
+    report = FinalReport(run_folder=Path("runs/sft"), steps=2, seconds=4.0, losses=[3.0, 1.0], model="m/hf")
+    assert report.text().splitlines()[1:] == [
+        "loss by step  3.000 █▁ 1.000  (first, last)",
+        "model       m/hf",
+        "run folder  runs/sft",
+    ]
+
+
 def test_a_sample_stays_on_one_line_and_cannot_move_the_cursor():
     sample = BeforeAfter(prompt="a\nb", before="\x1b[2J" + "x" * 300, before_reward=0, after="", after_reward=0)
     text = FinalReport(run_folder=Path("r"), steps=1, seconds=1, samples=[sample]).text()

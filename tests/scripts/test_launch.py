@@ -90,7 +90,7 @@ def test_usr1_stops_the_job_at_a_step_and_returns_75(tmp_path: Path) -> None:
     os.kill(job.launcher.pid, signal.SIGUSR1)
     code, console, record = job.end()
     assert (code, record["code"], record["rank"]) == (75, 75, None)
-    assert "run again to go on" in console
+    assert "stopped on request" in console
 
 
 def test_term_ends_everything(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Experience of known log-probs and values, against numbers worked out by hand."""
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -113,6 +114,11 @@ def test_metrics_of_a_step():
     assert metrics.mismatch.max == 0.0
     assert metrics.rate.tokens_per_s == (3 + 3) / 2.0
     assert metrics.value.returns_mean == pytest.approx((0.95 + 0.6) / 2)
+
+
+def test_a_step_without_any_score_has_no_mean_reward():
+    reward = combine({0: part_of(experience(valid=(False, False)))}, CONFIG, policy_version=0).reward
+    assert all(math.isnan(number) for number in (reward.mean, reward.std, reward.min, reward.max))
 
 
 def test_metrics_do_not_depend_on_which_rank_holds_a_row():
