@@ -15,8 +15,8 @@ from pathlib import Path
 from rlhf.config.data import DataConfig
 from rlhf.config.load import load_config
 from rlhf.config.model import FrozenRoleConfig, TrainedRoleConfig
-from rlhf.config.run import PPORunConfig, RunConfig, check_world
 from rlhf.config.rollout import SamplingConfig
+from rlhf.config.run import PPORunConfig, RunConfig, check_world
 from rlhf.data.row_files import check_there
 from rlhf.dist.exit_record import ExitCode
 from rlhf.errors import CheckpointError, ConfigError, DataError, LayoutError

@@ -154,7 +154,7 @@ class LiveDisplay:
         self._rows: tuple[tuple[int, Mapping[str, float]], ...] = ()
         self._spinner = Spinner("dots")
         self._running = False
-        self._live = Live(self, console=console, refresh_per_second=4, transient=False)
+        self._live = Live(self, console=console, refresh_per_second=4, transient=False, redirect_stderr=False)
         self.enter: Callable[[str], None] = status.enter
 
     def __enter__(self) -> Self:

@@ -1,6 +1,7 @@
 """What is drawn on a terminal and what is printed elsewhere, on a recorded console."""
 
 import io
+import sys
 
 import pytest
 from rich.console import Console
@@ -175,3 +176,11 @@ def test_a_display_that_began_with_the_loading_goes_on_when_the_loop_begins(mode
     with open_display(mode, 3, console=console) as display, display:
         display.write(1, STEP)
     assert "1/3" in console.file.getvalue()
+
+
+def test_what_libraries_warn_of_stays_out_of_the_live_table():
+    console = terminal()
+    before = sys.stderr
+    with LiveDisplay(console, Status(40, clock=Clock())):
+        assert sys.stderr is before  # which a job has turned to the rank's log
+    assert sys.stderr is before
