@@ -41,6 +41,14 @@ def test_greedy_tokens_and_logprobs_equal_transformers(name, batch_invariant):
     assert rollout.finish_reasons.tolist() == [FinishReason.LENGTH] * len(batch)
 
 
+@pytest.mark.parametrize("prompt_tokens", [3, 4, 5, 19, 20, 21])  # a slot is 16 tokens, or 32: one less, full, one more
+def test_a_slot_holds_the_longest_row_to_its_last_token(prompt_tokens):
+    model, batch = hf_model("llama"), prompts((prompt_tokens, 2))
+    rollout = make_engine(model).generate(batch, GREEDY)
+    for prompt, response in zip(batch.tokens.rows(), rollout.responses.rows(), strict=True):
+        assert response.tolist() == greedy_reference(model, prompt, 13).tolist()
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_sampled_logprobs_are_those_of_the_tempered_distribution(name):
     model, batch = hf_model(name), prompts()

@@ -89,6 +89,29 @@ def test_extreme_uniforms_never_choose_an_impossible_token():
     assert tokens[0] in (5, 70)
 
 
+def test_a_block_without_weight_is_never_chosen_by_zero():
+    logits = torch.full((PADDED, 1), float("-inf"))
+    logits[[70, 71]] = 0.0
+    tokens, _ = sample(logits, VOCAB, torch.zeros(1, dtype=torch.float64), SamplingConfig())
+    assert tokens.tolist() == [70]
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
+def test_a_nucleus_of_hundreds_of_tokens_is_found(top_p):
+    vocab, draws = 1900, 3000  # the search starts with the 256 most likely, far from enough of a flat distribution
+    logits = torch.randn(1920, 1, generator=torch.Generator().manual_seed(2)) * 0.3
+    probs = logits[:vocab, 0].double().softmax(0)
+    order = probs.argsort(descending=True)
+    size = int((probs[order].cumsum(0) - probs[order] < top_p).sum())
+    assert size > 256
+    numbers = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws
+    tokens, _ = sample(logits.repeat(1, draws), vocab, numbers, SamplingConfig(top_p=top_p))
+    kept = torch.zeros_like(probs).index_copy(0, order[:size], probs[order[:size]])
+    counts = tokens.bincount(minlength=vocab)
+    assert (counts - draws * kept / kept.sum()).abs().max() <= 1.01
+    assert (counts[kept == 0] == 0).all()
+
+
 def test_uniforms_are_even_in_seed_and_position_and_unlike_their_neighbours():
     seeds = torch.tensor([sample_seed(9, sample, 0) for sample in range(400)])
     drawn = uniforms(seeds[:, None], torch.arange(500))
