@@ -108,6 +108,7 @@ LAYOUTS = [
     ParallelConfig(tp=1, pp=1, dp=1),
     ParallelConfig(tp=2, pp=1, dp=1, first_rank=1),
     ParallelConfig(tp=1, pp=2, dp=2),
+    ParallelConfig(pp=2, layers_per_stage=(1, 2), first_rank=1),
     ParallelConfig(tp=2, pp=2),
     ParallelConfig(tp=2, pp=2, layers_per_stage=(2, 1)),
     ParallelConfig(tp=1, pp=3, layers_per_stage=(1, 2, 1), first_rank=1),

@@ -89,6 +89,15 @@ def test_extreme_uniforms_never_choose_an_impossible_token():
     assert tokens[0] in (5, 70)
 
 
+def test_the_last_uniform_stays_inside_the_vocabulary_whatever_the_rounding():
+    # a block's float32 sum may exceed the sum of its entries: without a guard the search runs off the block's end
+    logits = torch.randn(64, 3000, generator=torch.Generator().manual_seed(4)) * 3
+    last = torch.full((3000,), 1.0 - 2.0**-53, dtype=torch.float64)
+    tokens, _ = sample(logits.clone(), 64, last, SamplingConfig())
+    assert int(tokens.max()) == 63
+    assert (tokens > 55).all()  # the entries behind it have no more weight than float32 rounds away
+
+
 def test_a_block_without_weight_is_never_chosen_by_zero():
     logits = torch.full((PADDED, 1), float("-inf"))
     logits[[70, 71]] = 0.0
