@@ -10,7 +10,7 @@ from rlhf.families.family import Family, TensorRule
 from rlhf.families.llama import LLAMA
 from rlhf.families.qwen2 import QWEN2
 from rlhf.families.qwen3 import QWEN3
-from rlhf.families.rope import read_rope, rope_entries
+from rlhf.families.rope import positive_number, read_rope, rope_entries
 from rlhf.families.spec import Head, LogicalTensor, ModelSpec
 
 FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3)
@@ -71,6 +71,13 @@ def spec_of(config: Mapping[str, Any], *, where: str) -> ModelSpec:
         raise CheckpointError(
             f"{where}: hidden_size = {hidden} is no multiple of num_attention_heads = {heads}; add head_dim"
         )
+    head_dim = _positive({"head_dim": hidden // heads, **entries}, "head_dim", where)
+    if head_dim % 2:
+        raise CheckpointError(f"{where}: head_dim = {head_dim}; needs an even number, whose halves rotate; correct it")
+    if not isinstance(entries["tie_word_embeddings"], bool):
+        raise CheckpointError(
+            f"{where}: tie_word_embeddings is {entries['tie_word_embeddings']!r}; needs true or false; correct the file"
+        )
     max_positions = _positive(entries, "max_position_embeddings", where)
     rope_theta, rope_scaling = read_rope(entries, max_positions=max_positions, where=where)
     return ModelSpec(
@@ -81,15 +88,15 @@ def spec_of(config: Mapping[str, Any], *, where: str) -> ModelSpec:
         num_layers=_positive(entries, "num_hidden_layers", where),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=_positive({"head_dim": hidden // heads, **entries}, "head_dim", where),
-        norm_eps=float(entries["rms_norm_eps"]),
+        head_dim=head_dim,
+        norm_eps=positive_number(entries, "rms_norm_eps", where),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         max_positions=max_positions,
-        tied_embeddings=bool(entries["tie_word_embeddings"]),
+        tied_embeddings=entries["tie_word_embeddings"],
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
-        init_std=float(entries["initializer_range"]),
+        init_std=positive_number(entries, "initializer_range", where),
     )
 
 

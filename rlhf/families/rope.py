@@ -10,12 +10,14 @@ from rlhf.families.spec import ModelSpec, RopeScaling
 if TYPE_CHECKING:
     from torch import Tensor
 
+_ORIGINAL = "original_max_position_embeddings"
+
 
 def read_rope(entries: Mapping[str, object], *, max_positions: int, where: str) -> tuple[float, RopeScaling | None]:
     """Base frequency and Llama 3 scaling from `rope_theta` + `rope_scaling` (4.x) or `rope_parameters` (5.x).
 
     Raises:
-        CheckpointError: The rope type is neither default nor llama3, or a factor is missing.
+        CheckpointError: The rope type is neither default nor llama3, or a number is missing or cannot be one.
     """
     found = entries.get("rope_parameters") or entries.get("rope_scaling") or {}
     if not isinstance(found, Mapping) or any(isinstance(value, Mapping) for value in found.values()):
@@ -23,7 +25,7 @@ def read_rope(entries: Mapping[str, object], *, max_positions: int, where: str) 
             f"{where}: rope settings {found!r}; needs one set for all layers; choose a model of another kind"
         )
     kind = found.get("rope_type", found.get("type", "default"))
-    theta = float(found.get("rope_theta", entries["rope_theta"]))
+    theta = positive_number({**entries, **found}, "rope_theta", where)
     if found.get("partial_rotary_factor", 1.0) != 1.0:
         raise CheckpointError(f"{where}: partial_rotary_factor = {found['partial_rotary_factor']}; needs 1.0")
     if kind == "default":
@@ -32,15 +34,28 @@ def read_rope(entries: Mapping[str, object], *, max_positions: int, where: str) 
         raise CheckpointError(
             f"{where}: rope type {kind!r}; needs default or llama3; choose a model whose positions are not stretched so"
         )
-    for key in ("factor", "low_freq_factor", "high_freq_factor"):
-        if key not in found:
-            raise CheckpointError(f"{where}: rope type llama3 without {key}; needs the number; correct the file")
+    factor, low, high = (positive_number(found, f"{name}factor", where) for name in ("", "low_freq_", "high_freq_"))
+    if low >= high:
+        raise CheckpointError(
+            f"{where}: low_freq_factor = {low}, high_freq_factor = {high}; needs the first below; correct them"
+        )
+    original = positive_number({_ORIGINAL: max_positions, **found}, _ORIGINAL, where)
     return theta, RopeScaling(
-        factor=float(found["factor"]),
-        low_freq_factor=float(found["low_freq_factor"]),
-        high_freq_factor=float(found["high_freq_factor"]),
-        original_max_positions=int(found.get("original_max_position_embeddings", max_positions)),
+        factor=factor, low_freq_factor=low, high_freq_factor=high, original_max_positions=int(original)
     )
+
+
+def positive_number(entries: Mapping[str, object], key: str, where: str) -> float:
+    """A number above 0 from a config.
+
+    Raises:
+        CheckpointError: It is missing or something else.
+    """
+    found = entries.get(key)
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < float("inf"):
+        said = "missing" if found is None else f"{found!r}"
+        raise CheckpointError(f"{where}: {key} is {said}; needs a number above 0; correct the file")
+    return float(found)
 
 
 def rope_entries(spec: ModelSpec) -> dict[str, object]:

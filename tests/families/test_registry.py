@@ -114,6 +114,12 @@ def test_keys_left_out_get_the_familys_defaults():
         ({"num_key_value_heads": 4}, "num_key_value_heads"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": 25, "head_dim": None}, "hidden_size = 25"),
+        ({"head_dim": 7}, "head_dim = 7; needs an even number"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'"),
+        ({"rope_theta": 0}, "rope_theta is 0"),
+        ({"rope_parameters": {**LLAMA3, "factor": -2.0}}, "factor is -2.0"),
+        ({"rope_parameters": {**LLAMA3, "low_freq_factor": 5.0}}, "low_freq_factor = 5.0, high_freq_factor = 5.0"),
     ],
 )
 def test_what_cannot_be_run_is_refused_by_name(changed, named):
