@@ -132,6 +132,23 @@ def test_blocks_that_overlap_in_part_are_cut_not_sent_twice():
     assert certificate.moved == 8 * 3 * 4
 
 
+@pytest.mark.parametrize("wanter", [0, 1, 2])
+def test_what_two_holders_share_in_part_comes_from_the_nearer(wanter):
+    """Rows 3..5 are on ranks 0 and 1, neither of which holds all; rank 2 is a neighbour of rank 1."""
+    rows = {0: (0, 6), 1: (3, 8)}
+    src = ModelLayout(
+        {"w": (8, 3)}, "float32", (0, 1), lambda rank: (ParamLayout("w", Box.of(rows[rank], (0, 3)), "p", (0, 0)),)
+    )
+    dst = ModelLayout(
+        {"w": (8, 3)}, "float32", (wanter,), lambda _: (ParamLayout("w", Box.of((0, 8), (0, 3)), "p", (0, 0)),)
+    )
+    certificate = certify(make_plan(src, dst, Topology((0, 1, 1))))
+    from_nearer, near = {0: (6, Link.SAME_RANK), 1: (5, Link.SAME_RANK), 2: (5, Link.SAME_NODE)}[wanter]
+    received = certificate.bytes_by_link()
+    assert received[near] == from_nearer * 3 * 4
+    assert received[Link.ACROSS_NODES] == (8 - from_nearer) * 3 * 4
+
+
 def changed(layout: ModelLayout, **fields) -> ModelLayout:
     given = {"tensors": layout.tensors, "dtype": layout.dtype, "ranks": layout.ranks, "holdings": layout.holdings}
     return ModelLayout(**{**given, **fields})
