@@ -104,5 +104,6 @@ while kill -0 "$torchrun" 2>/dev/null; do
 done
 wait "$torchrun" && code=0 || code=$?
 trap '' TERM INT USR1
+[[ -z $signal || ! -t 1 ]] || echo # the cursor stands where the table was left
 "$python" -m rlhf.dist.aftermath --run-folder "$run_folder" --job-id "$job_id" --torchrun-code "$code" \
     --launcher-log "$launcher_log" --signal "$signal" || exit $?

@@ -20,6 +20,9 @@ from rlhf.dist.rank_logs import log_path
 
 SHM = Path("/dev/shm")
 
+ENDED_BY = "ended by SIG"
+"""How the reason begins when somebody ended the job."""
+
 
 def processes_of(job_id: str) -> list[psutil.Process]:
     """Processes of this host that carry RLHF_JOB_ID=job_id in the environment they were started with."""
@@ -62,7 +65,7 @@ def completed_record(
         return record
     code = ExitCode.RANK_FAILED
     if signal:
-        return ExitRecord(code=code, reason=f"ended by SIG{signal} to the launcher")
+        return ExitRecord(code=code, reason=f"{ENDED_BY}{signal} to the launcher")
     running = [beat for beat in beats if beat.state == RUNNING]
     if running and all(process_state(beat) != "dead" for beat in running):
         return ExitRecord(code=code, reason=f"torchrun itself died with {torchrun_code} while its ranks were running")
@@ -103,6 +106,9 @@ def verdict(record: ExitRecord, run_folder: Path, launcher_log: Path) -> str:
     who = "the job" if record.rank is None else f"rank {record.rank}"
     if record.code == ExitCode.BAD_INPUT and record.rank is not None:  # it has told the console what is wrong
         return f"launch: exit code {record.code}, written to {exit_path(run_folder)}; the rest is in {blamed}\n"
+    if record.reason.startswith(ENDED_BY):
+        text = f"launch: {record.reason}\n"
+        return text + f"launch: exit code {record.code}, written to {exit_path(run_folder)}\n"
     text = f"launch: {who} failed: {record.reason}\n"
     text += f"launch: the end of {blamed}:\n{tail(blamed, 20)}"
     if also:

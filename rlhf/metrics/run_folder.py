@@ -55,6 +55,8 @@ class SampleRecord:
     """Reference answer; empty where there is none."""
     reward: float
     """Total reward; NaN (null in the file) where scoring failed."""
+    error: str
+    """Why scoring failed; empty where it did not."""
     reward_parts: Mapping[str, float]
     """What the reward is made of."""
     prompt_tokens: int

@@ -76,6 +76,7 @@ def sample_records(scored: ScoredRollout, scorer: Scorer, *, count: int, step: i
                 response=texts[i],
                 answer=record.answer,
                 reward=float("nan") if result.error else result.score,
+                error=result.error,
                 reward_parts=dict(result.parts),
                 prompt_tokens=int(rollout.prompts.tokens.lengths[i]),
                 response_tokens=int(rollout.responses.lengths[i]),

@@ -59,6 +59,7 @@ class Reporter:
         self._timers, self._stop, self._scorer, self._desk = timers, stop, scorer, desk
         self._began = time.monotonic()
         self._rewards: list[float] = []
+        self._failed_steps = 0
         self._before: EvaluationResult | None = None
         self._after: EvaluationResult | None = None
 
@@ -90,7 +91,8 @@ class Reporter:
 
     def step_done(self, step: int, part: StepPart, scored: ScoredRollout, held_out: EvaluationResult | None) -> None:
         """Report a step (counted from 1)."""
-        part = replace(part, seconds=self._timers.drain())
+        failure = next((result.error for result in scored.results if result.error), "")
+        part = replace(part, seconds=self._timers.drain(), failure=failure)
         shown = self._config.log.samples_per_step
         records = sample_records(scored, self._scorer, count=shown, step=step, split="train") if self._scorer else []
         everywhere = gather((part, records), self._group)
@@ -105,10 +107,25 @@ class Reporter:
         )
         if held_out is not None:
             metrics = replace(metrics, held_out=_held_out(held_out))
+        self._note_failures(step, metrics, [p.failure for p, _ in everywhere if p.failure])
         self._rewards.append(metrics.reward.mean if metrics.reward else NAN)
         self._desk.sinks.write(step, metrics.flatten())
         train = [record for _, rows in everywhere for record in rows][:shown]
         self._desk.folder.add_samples(train + list(held_out.samples if held_out else ()))
+
+    def _note_failures(self, step: int, metrics: StepMetrics, failures: list[str]) -> None:
+        """Say on the console that rewards fail: at the first step that has any, then ever more rarely."""
+        if not failures or self._desk is None or metrics.reward is None:
+            return
+        self._failed_steps += 1
+        if self._failed_steps & (self._failed_steps - 1):  # not 1, 2, 4, 8, ...
+            return
+        fate = "count as 0" if self._config.reward.on_error == "zero" else "are left out of the losses"
+        failed, of = metrics.reward.failed, self._config.ppo.samples_per_step
+        self._desk.display.note(
+            f"step {step}: {failed:.0f} of {of} responses have no score and {fate} (reward.on_error); "
+            f"one of them: {failures[0]}"
+        )
 
     def _close(self, desk: Desk) -> None:
         """Summary, curves and the report on the console."""

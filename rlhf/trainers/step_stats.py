@@ -64,6 +64,8 @@ class StepPart:
 
     samples: Mapping[str, Sample]
     """Of the rows this rank owns."""
+    failure: str = ""
+    """What the first reward call that failed on this rank's rows said."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Of each phase on this rank."""
     actor: UpdateReport | None = None

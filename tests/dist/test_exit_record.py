@@ -80,6 +80,14 @@ def test_the_verdict_shows_this_jobs_lines_of_the_blamed_log(tmp_path: Path) -> 
     assert "old words" not in text
 
 
+def test_the_verdict_after_a_signal_blames_nobody(tmp_path: Path) -> None:
+    record = complete(tmp_path, beats=[beat(0), beat(1)], torchrun_code=143, signal="INT")
+    text = verdict(record, tmp_path, LOG)
+    assert text.startswith("launch: ended by SIGINT to the launcher\n")
+    assert "failed" not in text
+    assert "the end of" not in text
+
+
 def test_the_verdict_on_bad_input_does_not_repeat_what_the_rank_said(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank_1.log").write_text("==== rank 1, new\nTraceback\n")

@@ -18,6 +18,7 @@ SAMPLE = SampleRecord(
     response=" 3 é",
     answer="3",
     reward=math.nan,
+    error="",
     reward_parts={"score": 1.0},
     prompt_tokens=7,
     response_tokens=3,
