@@ -92,7 +92,7 @@ def test_a_value_head_comes_from_a_reward_model_or_from_the_seed(
     assert "no score.weight; the value head starts from the seed" in caplog.text
     assert torch.equal(heads[0], heads[1])
     assert not torch.equal(heads[0], heads[2])
-    assert heads[0].std() == pytest.approx(spec.init_std, rel=0.5)
+    assert heads[0].std() == pytest.approx(1 / (spec.hidden_size + 1), rel=0.5)
 
 
 def drawn(spec: ModelSpec, parallel: ParallelConfig, rank: int) -> dict[str, torch.Tensor]:
