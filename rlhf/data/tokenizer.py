@@ -85,6 +85,8 @@ def eos_token_ids(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> tuple[i
 def decode_responses(tokenizer: "PreTrainedTokenizerBase", responses: Ragged) -> list[str]:
     """Text of each row of token ids, special tokens left out."""
     rows = [row.tolist() for row in responses.rows()]
+    if not rows:  # transformers 5 takes no rows for one without tokens
+        return []
     return tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 

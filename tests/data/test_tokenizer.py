@@ -81,3 +81,7 @@ def test_a_model_must_have_a_row_for_every_token(tokenizer):
 def test_a_folder_without_tokenizer_is_refused_without_asking_the_network(tmp_path):
     with pytest.raises(CheckpointError, match=r"no tokenizer could be read .* needs tokenizer\.json"):
         load_tokenizer(tmp_path)
+
+
+def test_no_responses_are_no_texts(tokenizer):
+    assert decode_responses(tokenizer, Ragged.of([], dtype=torch.int64)) == []
