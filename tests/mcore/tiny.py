@@ -8,21 +8,13 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from tests.harness.hf_models import ROPE_LLAMA3, move_from_initial_values
+
 if TYPE_CHECKING:  # ranks that only read the checkpoints need not wait for the import
     import transformers
 
 LENGTHS = (7, 1, 19, 4, 12)
 """Of the packed sequences; 43 tokens, so that tp 2 needs a padding sequence."""
-
-ROPE_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 731.0,
-    "factor": 3.7,
-    "low_freq_factor": 1.3,
-    "high_freq_factor": 2.9,
-    "original_max_position_embeddings": 17,
-}
-"""Unusual factors, with bands of kept, blended and divided frequencies inside 32 channels."""
 
 COMMON = {
     "vocab_size": 131,
@@ -60,10 +52,7 @@ def make_checkpoint(
         model = transformers.AutoModelForSequenceClassification.from_config(config)
     else:
         model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for key, param in model.named_parameters():
-            if key.endswith("bias") or "norm" in key:
-                param.add_(torch.randn_like(param) * 0.3)
+    move_from_initial_values(model)
     model.eval().save_pretrained(folder)
     return model
 

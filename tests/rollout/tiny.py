@@ -12,6 +12,7 @@ from rlhf.data.ragged import Ragged
 from rlhf.families.registry import spec_of
 from rlhf.reshard.layout import ModelLayout
 from rlhf.rollout.native.engine import NativeEngine
+from tests.harness.hf_models import ROPE_LLAMA3, move_from_initial_values
 
 CPU = torch.device("cpu")
 COMMON = {
@@ -26,15 +27,6 @@ COMMON = {
     "rms_norm_eps": 3e-5,
     "initializer_range": 0.15,
 }
-ROPE_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 731.0,
-    "factor": 3.7,
-    "low_freq_factor": 1.3,
-    "high_freq_factor": 2.9,
-    "original_max_position_embeddings": 17,
-}
-"""Unusual factors, with bands of kept, blended and divided frequencies."""
 CASES = {
     "llama": (transformers.LlamaConfig, {"tie_word_embeddings": False, "rope_parameters": ROPE_LLAMA3}),
     "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
@@ -49,10 +41,7 @@ def hf_model(name: str, **changes: object) -> transformers.PreTrainedModel:
     config_class, extra = CASES[name]
     torch.manual_seed(sum(map(ord, name)))
     model = transformers.AutoModelForCausalLM.from_config(config_class(**{**COMMON, **extra, **changes}))
-    with torch.no_grad():
-        for key, param in model.named_parameters():
-            if key.endswith("bias") or "norm" in key:
-                param.add_(torch.randn_like(param) * 0.3)
+    move_from_initial_values(model)
     return model.eval()
 
 
