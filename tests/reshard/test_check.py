@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlhf.reshard.cells import Cells
-from rlhf.reshard.check import check_arrivals, lower_bound
+from rlhf.reshard.check import certify, check_arrivals, lower_bound
 from rlhf.reshard.layout import Box
 from rlhf.reshard.plan import RankPlan, make_plan
 from rlhf.reshard.topology import Topology
@@ -36,6 +36,17 @@ def test_each_move_left_out_or_doubled_is_found(kind):
             check_arrivals(PLAN, broken(**{kind: moves[:at] + moves[at + 1 :]}))
         with pytest.raises(AssertionError, match="once"):
             check_arrivals(PLAN, broken(**{kind: (*moves, moves[at])}))
+
+
+def test_a_send_that_nobody_awaits_and_a_missing_one_are_found(monkeypatch):
+    of, sends = PLAN.of, PLAN.of(0).sends
+    for wrong in (sends[1:], (*sends, sends[0]), (dataclasses.replace(sends[0], dst_rank=0), *sends[1:])):
+        parts = {0: dataclasses.replace(of(0), sends=wrong), 1: of(1)}
+        monkeypatch.setattr(PLAN, "of", parts.__getitem__)
+        with pytest.raises(AssertionError, match="do not pair"):
+            certify(PLAN)
+    monkeypatch.undo()
+    assert certify(PLAN).ratio == 1.0
 
 
 def test_move_from_a_rank_that_does_not_hold_the_block_is_found():
