@@ -52,6 +52,7 @@ def test_a_run_leaves_true_records_and_moves_an_earlier_one_aside(tmp_path: Path
     assert [line.get("sync/policy_version") for line in metrics] == [None, 0, 0, 1]
     for line in metrics[1:]:
         assert line["kl/ref"] >= 0  # k3
+        assert (line["sync/bytes"], line["sync/bytes_over_bound"]) == (0, 1)
         assert line["time/rollout_s/max"] <= line["time/step_s/max"]  # no evaluation in it
 
     samples = lines(run / "samples.jsonl")
@@ -59,6 +60,7 @@ def test_a_run_leaves_true_records_and_moves_an_earlier_one_aside(tmp_path: Path
     assert failed
     assert all(sample["reward"] is None and "odd answers are too hard" in sample["error"] for sample in failed)
     assert all(not sample["error"] for sample in samples if sample not in failed)
+    assert "reshard certificate: 1 ranks, moved 0.00 MiB, lower bound 0.00 MiB, ratio 1.000" in done.stdout
     assert "step 1: " in done.stdout
     assert (
         "have no score and are left out of the losses (reward.on_error); one of them: raised ValueError" in done.stdout

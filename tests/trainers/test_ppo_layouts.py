@@ -86,7 +86,8 @@ def _engine_follows_the_trainer(loop: PPOLoop, group: dist.ProcessGroup) -> None
         stale = {name: param.clone() for name, param in loop.engine.params().items()} if loop.engine else {}
         experience, _ = loop.step(step)
         assert _moved(loop, experience, group) >= 1e-2
-        loop.policy_sync.update_weights(policy_version=step + 1)
+        stats = loop.policy_sync.update_weights(policy_version=step + 1)
+        assert stats is None or (stats.moved > 0 and stats.ratio == 1.0)
         prompts = loop._prompts(step + 1)
         assert _mismatch(loop, prompts, group) < 1e-4
     names = sorted({name for held in gather(_tensors(loop), group) for name in held})
