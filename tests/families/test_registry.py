@@ -84,6 +84,9 @@ def test_rotary_keys_of_transformers_4_and_5_mean_the_same():
     assert old == new
     assert old.rope_theta == 5e5
     assert old.rope_scaling == spec("llama", scaled=True).rope_scaling
+    without = {key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"}
+    whole = spec_of({**base, "rope_theta": 5e5, "rope_scaling": without}, where="c")
+    assert whole.rope_scaling.original_max_positions == TINY["max_position_embeddings"]
     older = spec_of({**base, "rope_theta": 5e5, "rope_scaling": {**LLAMA3, "type": "llama3"}}, where="c")
     assert older == old
 
@@ -114,6 +117,11 @@ def test_keys_left_out_get_the_familys_defaults():
         ({"num_key_value_heads": 4}, "num_key_value_heads"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": 25, "head_dim": None}, "hidden_size = 25"),
+        ({"num_experts": 8}, "num_experts = 8"),
+        ({"num_local_experts": 8}, "num_local_experts = 8"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ({"head_dim": 7}, "head_dim = 7; needs an even number"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'"),

@@ -186,6 +186,16 @@ def without(layout: ModelLayout, tensor: str) -> dict:
             r"destination rank 2, parameter 0\.norm: box \(\(0, 7\),\)",
         ),
         (
+            lambda s: {"holdings": lambda r: (*s.holdings(r), ParamLayout("0.norm", Box.of((3, 3)), "n", (0,)))},
+            lambda d: {},
+            r"source rank 0, parameter n: box \(\(3, 3\),\)",
+        ),
+        (
+            lambda s: {},
+            lambda d: {"holdings": lambda r: (*d.holdings(r), ParamLayout("0.norm", Box.of((0, 2)), "n", (-1,)))},
+            r"destination rank 2, parameter n: box \(\(0, 2\),\) at \(-1,\)",
+        ),
+        (
             lambda s: {"holdings": lambda r: (*s.holdings(r), ParamLayout("ghost", Box.of((0, 7)), "g", (0,)))},
             lambda d: {},
             "source rank 0, parameter g: holds ghost",
