@@ -38,6 +38,6 @@ class Scorer:
         return ScoredRollout(
             rollout=rollout,
             scores=torch.tensor([result.score for result in results], dtype=torch.float32),
-            valid=torch.tensor([self.function.keeps(result) for result in results]),
+            valid=torch.tensor([self.function.keeps(result) for result in results], dtype=torch.bool),
             results=results,
         )

@@ -3,6 +3,7 @@
 One spawn of 6 ranks does it all, since each rank pays the imports.
 """
 
+import json
 from datetime import timedelta
 from pathlib import Path
 
@@ -103,6 +104,18 @@ def _engine_follows_the_trainer(loop: PPOLoop, group: dist.ProcessGroup) -> None
     assert _mismatch(loop, prompts, group) < 1e-4
 
 
+def _most_ranks_own_no_row(folder: Path, groups: GroupFactory) -> None:
+    """A whole run with more engines and data-parallel ranks than prompts."""
+    few = ("ppo.prompts_per_step=2", "ppo.samples_per_prompt=1", "ppo.minibatch_samples=1", "data.held_out=2")
+    wide = ("rollout.dp=6", "actor.parallel.dp=4", "critic.parallel.dp=3", "reference.parallel.first_rank=5")
+    _loop(folder, groups, *few, *wide, "ppo.epochs=2", "num_steps=1", "name=few").run()
+    metrics = folder / "runs" / "few" / "metrics.jsonl"
+    if dist.get_rank() == 0:
+        last = json.loads(metrics.read_text().splitlines()[-1])
+        assert (last["step"], last["held_out/problems"], last["reward/failed"]) == (1, 2, 0)
+        assert last["actor/grad_norm"] > 0
+
+
 def _tensors(loop: PPOLoop) -> list[str]:
     if loop.engine is None:
         return []
@@ -133,6 +146,7 @@ def _all_checks(folder: Path) -> None:
     fresh = _loop(folder, groups, *APART, "name=fresh")
     _critic_alone(fresh, fresh.step(0)[0], folder, groups)
     _engine_follows_the_trainer(apart, group)
+    _most_ranks_own_no_row(folder, groups)
 
 
 @pytest.mark.dist
