@@ -35,7 +35,7 @@ def check_inputs(config: RunConfig) -> None:
     Raises:
         CheckpointError, LayoutError, ConfigError, DataError: They are not, or they do not.
     """
-    specs = {name: _checked_model(name, role) for name, role in _roles(config).items()}
+    specs = {name: _checked_model(name, role, save_hf=config.save_hf) for name, role in _roles(config).items()}
     if config.data.source != "reasoning_gym":
         check_there(config.data.source, Path(config.data.path))
     if isinstance(config, PPORunConfig):
@@ -56,12 +56,16 @@ def _roles(config: RunConfig) -> dict[str, TrainedRoleConfig | FrozenRoleConfig]
     return roles
 
 
-def _checked_model(name: str, role: TrainedRoleConfig | FrozenRoleConfig) -> ModelSpec:
+def _checked_model(name: str, role: TrainedRoleConfig | FrozenRoleConfig, *, save_hf: str) -> ModelSpec:
     folder = resolve_folder(role.model.path, where=f"{name}.model.path")
     spec = read_spec(folder)
     check_layout(spec, role.parallel, where=f"{name}.parallel")
     if role.model.init == "checkpoint":
         check_whole(folder)
+    if save_hf and Path(save_hf).resolve() == folder.resolve():
+        raise ConfigError(
+            f"save_hf: {save_hf} is the folder of {name}.model.path, which it would overwrite; needs another; change it"
+        )
     return spec
 
 

@@ -86,7 +86,7 @@ if [[ -t 1 ]]; then # rank 0 draws on this terminal, but its own descriptors lea
     exec 8>&1 # inside $() 1 is a pipe
     read -r LINES COLUMNS <<<"$(stty size <&8)" && export LINES COLUMNS
     exec 8>&-
-    echo "launch: starting $world_size ranks, which takes some seconds; run folder $run_folder"
+    echo "launch: starting $world_size rank(s), which takes some seconds; run folder $run_folder"
 fi
 # torchrun has a session of its own, so that a Ctrl-C reaches this script alone; its own noise goes into a file.
 RLHF_JOB_ID="$job_id" setsid "$python" -m torch.distributed.run --nnodes "$nnodes" \

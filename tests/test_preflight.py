@@ -70,6 +70,14 @@ def test_a_run_that_cannot_work_is_refused_by_the_name_of_its_key(
     assert says in said(capsys, folder / "tiny.yaml", *overrides)
 
 
+def test_a_model_is_not_saved_over_one_that_the_run_reads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    over = f"save_hf={folder}/rows/../model"
+    (folder / "rows").mkdir()
+    assert f"save_hf: {folder}/rows/../model is the folder of actor.model.path" in said(
+        capsys, folder / "tiny.yaml", over
+    )
+
+
 def test_weights_cut_short_are_found_by_their_header(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = folder / "short"
     short.mkdir()
