@@ -24,8 +24,12 @@ ENGINES = ("rollout.tp=2", "rollout.dp=2")
 ACTOR = ("actor.parallel.tp=2", "actor.parallel.pp=2", "actor.parallel.layers_per_stage=[2,1]")
 CRITIC = ("critic.parallel.tp=4",)
 APART = (*ENGINES, *ACTOR, *CRITIC, "reference.parallel.dp=2", "reference.parallel.first_rank=4")
-TOGETHER = (*ENGINES, *ACTOR, *CRITIC, "reference.parallel.dp=4")
-OTHER = (*ENGINES, "actor.parallel.dp=3", "critic.parallel.pp=3", "reference.parallel.tp=2")
+TOGETHER = (*ENGINES, *ACTOR, *CRITIC, "reference.parallel.dp=6")
+OTHER = (
+    *ENGINES,
+    *("actor.parallel.dp=3", "critic.parallel.pp=3", "critic.parallel.first_rank=3"),
+    *("reference.parallel.tp=2", "reference.parallel.pp=3"),
+)
 
 
 def _loop(folder: Path, groups: GroupFactory, *overrides: str) -> PPOLoop:
@@ -53,7 +57,7 @@ def _same_run(a: list[Experience], b: list[Experience]) -> None:
 
 def _critic_alone(loop: PPOLoop, experience: Experience, folder: Path, groups: GroupFactory) -> None:
     """The critic gives the same values on its own layout beside the actor as in one process alone."""
-    alone = _loop(folder, groups, *ENGINES, "name=alone", "actor.parallel.dp=4", "reference.parallel.dp=4")
+    alone = _loop(folder, groups, *ENGINES, "name=alone", "actor.parallel.dp=4", "reference.parallel.dp=6")
     owners = loop._owners()
     sequences = sequences_of(experience.scored.rollout)
     values = alone.models.critic.values(sequences, owners=owners).collect().scores
