@@ -45,7 +45,6 @@ from rlhf.reshard.weight_sync import WeightSync
 from rlhf.reward.function import RewardFunction
 from rlhf.rollout.engine import EngineFactory, RolloutEngine
 from rlhf.rollout.native.engine import NativeEngine
-from rlhf.rollout.native.layout import native_layout
 from rlhf.trainers.evaluation import Evaluation
 from rlhf.trainers.experience import PPOModels
 from rlhf.trainers.ownership import Ownership
@@ -271,7 +270,7 @@ def _weight_sync(config: PPORunConfig, site: Site) -> WeightSync | None:
         return None
     return WeightSync(
         megatron_layout(spec, config.actor.parallel, head=Head.LM, dtype=dtype),
-        native_layout(spec, tp=rollout.tp, dp=rollout.dp, first_rank=rollout.first_rank, dtype=dtype),
+        _engine_factory(rollout.engine).layout_of(spec, rollout, dtype=dtype),
         topology=site.topology,
         group=group,
         device=site.ranks.device,

@@ -39,6 +39,7 @@ def test_a_run_leaves_true_records_and_moves_an_earlier_one_aside(tmp_path: Path
         tmp_path,
         *("reward.function=tests.test_train:fails_on_odd_answers", "eval.every_steps=2", "ppo.critic_warmup_steps=1"),
         *("ppo.epochs=2", "ppo.kl_estimator=k3", "eval.solved_at=3", f"save_hf={tmp_path}/hf"),
+        "rollout.engine=rlhf.rollout.native.engine:NativeEngine",  # as another engine is named
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""  # what libraries warn of is in the log

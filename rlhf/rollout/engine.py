@@ -69,7 +69,7 @@ class RolloutEngine(Protocol):
 
 
 class EngineFactory(Protocol):
-    """What `rollout.engine` names: makes this rank's part of one engine. Called on all ranks of the rollout pool."""
+    """What `rollout.engine` names, usually a class: makes this rank's part of one engine, on all ranks of the pool."""
 
     def __call__(
         self,
@@ -90,4 +90,8 @@ class EngineFactory(Protocol):
         cpu_group: the same ranks, for tensors in host memory (gloo).
         eos_token_ids: the model's own end-of-sequence tokens; they end a response like `stop_token_ids` do.
         """
+        ...
+
+    def layout_of(self, spec: ModelSpec, config: RolloutConfig, *, dtype: str) -> ModelLayout:
+        """What `layout` of the engines will say. Pure; also called on ranks outside the rollout pool."""
         ...

@@ -110,11 +110,14 @@ class NativeEngine:
         self.submit(prompts, sampling, attempt=attempt)
         return self.collect()
 
+    @staticmethod
+    def layout_of(spec: ModelSpec, config: RolloutConfig, *, dtype: str) -> ModelLayout:
+        """See `EngineFactory.layout_of`."""
+        return native_layout(spec, tp=config.tp, dp=config.dp, first_rank=config.first_rank, dtype=dtype)
+
     def layout(self) -> ModelLayout:
         """See `RolloutEngine.layout`."""
-        config = self._config
-        dtype = _DTYPE_NAMES[self._model.dtype]
-        return native_layout(self._spec, tp=config.tp, dp=config.dp, first_rank=config.first_rank, dtype=dtype)
+        return self.layout_of(self._spec, self._config, dtype=_DTYPE_NAMES[self._model.dtype])
 
     def params(self) -> dict[str, Tensor]:
         """See `RolloutEngine.params`."""
