@@ -6,15 +6,13 @@ Every rank builds its own part, in the same order, since process groups are made
 import importlib
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import torch
-from torch.distributed import ProcessGroup
 
 from rlhf.checkpoint.hf_export import export_hf
-from rlhf.config.load import to_yaml
 from rlhf.config.model import FrozenRoleConfig, ModelConfig, TrainedRoleConfig
 from rlhf.config.run import PPORunConfig, RunConfig, SFTRunConfig, check_world
 from rlhf.data.batch import PromptBatch
@@ -31,16 +29,10 @@ from rlhf.mcore.layout import local_params, megatron_layout
 from rlhf.mcore.load import set_weights
 from rlhf.mcore.model import MegatronModel, build_model
 from rlhf.mcore.optimizer import build_optimizer
-from rlhf.metrics.console import ProgressDisplay, open_display
-from rlhf.metrics.run_folder import RunFolder
-from rlhf.metrics.sinks import JsonlSink, MetricSink, SinkSet, TensorBoardSink, WandbSink
-from rlhf.metrics.startup import RankRow, startup_table
-from rlhf.metrics.timers import Timers
 from rlhf.models.calls import RoleCalls
 from rlhf.models.critic import Critic
 from rlhf.models.policy import Policy
 from rlhf.preflight import check_inputs
-from rlhf.reshard.topology import Topology
 from rlhf.reshard.weight_sync import WeightSync
 from rlhf.reward.function import RewardFunction
 from rlhf.rollout.engine import EngineFactory, RolloutEngine
@@ -51,22 +43,10 @@ from rlhf.trainers.ownership import Ownership
 from rlhf.trainers.phases import Phases
 from rlhf.trainers.policy_sync import PolicySync
 from rlhf.trainers.ppo import PPOLoop
-from rlhf.trainers.reporter import Desk, Reporter
+from rlhf.trainers.reporter import Reporter
 from rlhf.trainers.scoring import Scorer
 from rlhf.trainers.sft import SFTLoop
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """What every part of a run is built on."""
-
-    ranks: Ranks
-    everyone: ProcessGroup
-    """gloo, over all ranks of the job."""
-    topology: Topology
-    timers: Timers
-    desk: Desk | None
-    """On rank 0."""
+from rlhf.trainers.site import Site, announce, note, open_site
 
 
 def build_loop(config: RunConfig, ranks: Ranks) -> PPOLoop | SFTLoop:
@@ -77,69 +57,13 @@ def build_loop(config: RunConfig, ranks: Ranks) -> PPOLoop | SFTLoop:
     """
     check_world(config, ranks.world_size)
     check_inputs(config)
-    site = _site(config, ranks)
+    site = open_site(config, ranks)
     with ExitStack() as until_it_runs:
         if site.desk is not None:  # loading can take minutes; the loop ends the display that begins here
             until_it_runs.enter_context(site.desk.display)
         loop = _build_ppo(config, site) if isinstance(config, PPORunConfig) else _build_sft(config, site)
         until_it_runs.pop_all()
     return loop
-
-
-def _site(config: RunConfig, ranks: Ranks) -> Site:
-    everyone = ranks.groups.cpu_group([tuple(range(ranks.world_size))])
-    assert everyone is not None, "every rank is in the group of all ranks"
-    display = None
-    if ranks.rank == 0:
-        display = open_display(config.log.console, config.num_steps, progress=ranks.progress)
-
-    def on_enter(phase: str) -> None:
-        ranks.progress.tick(phase)
-        if display is not None:
-            display.enter(phase)
-
-    desk = (
-        _desk(config, RunFolder.create(ranks.run_folder, to_yaml(config)), display, ranks)
-        if display is not None
-        else None
-    )
-    return Site(ranks, everyone, Topology.of_hosts(gather(ranks.host, everyone)), Timers(on_enter=on_enter), desk)
-
-
-def _desk(config: RunConfig, folder: RunFolder, display: ProgressDisplay, ranks: Ranks) -> Desk:
-    sinks: list[MetricSink] = [JsonlSink(folder.metrics), display]
-    if config.log.tensorboard:
-        sinks.append(TensorBoardSink(folder.tensorboard))
-    if config.log.wandb:
-        sinks.append(
-            WandbSink(
-                folder.path,
-                project=config.log.wandb_project,
-                name=config.name,
-                config=asdict(config),
-                online=ranks.wandb_online,
-            )
-        )
-    return Desk(folder, SinkSet(sinks, on_failure=display.note), display)
-
-
-def _announce(config: RunConfig, site: Site, roles: dict[str, ModelGroups], certificate: str = "") -> None:
-    """Who is where, on rank 0's console. Collective over the job."""
-    mine = {name: groups.grid.coords(site.ranks.rank) for name, groups in roles.items() if groups.is_member}
-    if isinstance(config, PPORunConfig) and site.ranks.rank in config.rollout.ranks:
-        engine, tp = divmod(site.ranks.rank - config.rollout.first_rank, config.rollout.tp)
-        mine["rollout"] = {"engine": engine, "tp": tp}
-    row = RankRow(rank=site.ranks.rank, host=site.ranks.host, device=str(site.ranks.device), roles=mine)
-    everywhere = gather((row, certificate), site.everyone)
-    if site.desk is not None:
-        site.desk.display.note(startup_table([row for row, _ in everywhere]))
-        for text in dict.fromkeys(text for _, text in everywhere if text):
-            site.desk.display.note(text)
-
-
-def _note(site: Site, text: str) -> None:
-    if site.desk is not None:
-        site.desk.display.note(text)
 
 
 # Models
@@ -331,9 +255,9 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
     reference = _policy("reference", config, config.reference, calls, site)
     sync = _weight_sync(config, site)
     certificate = sync.certificate.render() if sync is not None and sync.certificate is not None else ""
-    roles = {"actor": actor.groups, "critic": critic.groups, "reference": reference.groups}
-    _announce(config, site, roles, certificate)
-    _note(site, data_report)
+    roles = {"actor": actor.groups.grid, "critic": critic.groups.grid, "reference": reference.groups.grid}
+    announce(config, site, roles, certificate)
+    note(site, data_report)
 
     scorer = owner.scorer if owner else None
     return PPOLoop(
@@ -381,14 +305,14 @@ def _build_sft(config: SFTRunConfig, site: Site) -> SFTLoop:
     groups = make_groups(config.actor.parallel, site.ranks.groups)
     model = _model(config.actor, groups, Head.LM, site, config.seed)
     assert model is not None, "check_world leaves no rank without a role"
-    _announce(config, site, {"actor": groups})
+    announce(config, site, {"actor": groups.grid})
     answers = AnswerSource(
         open_problems(config.data, tokenizer, seed=config.seed, need_answers=True),
         tokenizer,
         batch_samples=config.sft.batch_samples,
         eos_token_id=end_token,
     )
-    _note(site, str(answers.report()))
+    note(site, str(answers.report()))
     target = Path(config.save_hf) if config.save_hf else site.ranks.run_folder / "hf"
     return SFTLoop(
         config=config,

@@ -1,0 +1,94 @@
+"""What every loop stands on: the ranks of the job, a clock, and on rank 0 a desk to write to."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from torch.distributed import ProcessGroup
+
+from rlhf.config.load import to_yaml
+from rlhf.config.run import PPORunConfig, RunConfig
+from rlhf.dist.agree import gather
+from rlhf.dist.grid import Grid
+from rlhf.dist.job import Ranks
+from rlhf.metrics.console import ProgressDisplay, open_display
+from rlhf.metrics.run_folder import RunFolder
+from rlhf.metrics.sinks import JsonlSink, MetricSink, SinkSet, TensorBoardSink, WandbSink
+from rlhf.metrics.startup import RankRow, startup_table
+from rlhf.metrics.timers import Timers
+from rlhf.reshard.topology import Topology
+from rlhf.trainers.reporter import Desk
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What every part of a run is built on."""
+
+    ranks: Ranks
+    everyone: ProcessGroup
+    """gloo, over all ranks of the job."""
+    topology: Topology
+    timers: Timers
+    desk: Desk | None
+    """On rank 0."""
+
+
+def open_site(config: RunConfig, ranks: Ranks) -> Site:
+    """The site of a run; rank 0 makes its folder. Collective over the job.
+
+    Raises:
+        ConfigError: The run folder or a tracker cannot be used.
+    """
+    everyone = ranks.groups.cpu_group([tuple(range(ranks.world_size))])
+    assert everyone is not None, "every rank is in the group of all ranks"
+    display = None
+    if ranks.rank == 0:
+        display = open_display(config.log.console, config.num_steps, progress=ranks.progress)
+
+    def on_enter(phase: str) -> None:
+        ranks.progress.tick(phase)
+        if display is not None:
+            display.enter(phase)
+
+    desk = (
+        _desk(config, RunFolder.create(ranks.run_folder, to_yaml(config)), display, ranks)
+        if display is not None
+        else None
+    )
+    return Site(ranks, everyone, Topology.of_hosts(gather(ranks.host, everyone)), Timers(on_enter=on_enter), desk)
+
+
+def _desk(config: RunConfig, folder: RunFolder, display: ProgressDisplay, ranks: Ranks) -> Desk:
+    sinks: list[MetricSink] = [JsonlSink(folder.metrics), display]
+    if config.log.tensorboard:
+        sinks.append(TensorBoardSink(folder.tensorboard))
+    if config.log.wandb:
+        sinks.append(
+            WandbSink(
+                folder.path,
+                project=config.log.wandb_project,
+                name=config.name,
+                config=asdict(config),
+                online=ranks.wandb_online,
+            )
+        )
+    return Desk(folder, SinkSet(sinks, on_failure=display.note), display)
+
+
+def announce(config: RunConfig, site: Site, roles: Mapping[str, Grid], certificate: str = "") -> None:
+    """Who is where, on rank 0's console. Collective over the job."""
+    mine = {name: grid.coords(site.ranks.rank) for name, grid in roles.items() if site.ranks.rank in grid.ranks}
+    if isinstance(config, PPORunConfig) and site.ranks.rank in config.rollout.ranks:
+        engine, tp = divmod(site.ranks.rank - config.rollout.first_rank, config.rollout.tp)
+        mine["rollout"] = {"engine": engine, "tp": tp}
+    row = RankRow(rank=site.ranks.rank, host=site.ranks.host, device=str(site.ranks.device), roles=mine)
+    everywhere = gather((row, certificate), site.everyone)
+    if site.desk is not None:
+        site.desk.display.note(startup_table([row for row, _ in everywhere]))
+        for text in dict.fromkeys(text for _, text in everywhere if text):
+            site.desk.display.note(text)
+
+
+def note(site: Site, text: str) -> None:
+    """A message on rank 0's console; nothing elsewhere."""
+    if site.desk is not None:
+        site.desk.display.note(text)
