@@ -54,7 +54,7 @@ def load_weights(model: MegatronModel, folder: Path) -> None:
     tensors = {tensor.name: tensor for tensor in logical_tensors(model.spec, head=model.head)}
     drawn = {name for name, tensor in tensors.items() if tensor.part is Part.VALUE_HEAD and name not in source.names()}
     if drawn:
-        LOG.warning("%s: no %s; the value head starts from the seed", folder, ", ".join(sorted(drawn)))
+        LOG.info("%s: no %s; the value head starts from the seed", folder, ", ".join(sorted(drawn)))
     source.check(tensor for name, tensor in tensors.items() if name not in drawn)
 
     def slice_of(tensor: LogicalTensor, box: Box) -> Tensor:

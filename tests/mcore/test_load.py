@@ -86,7 +86,7 @@ def test_a_value_head_comes_from_a_reward_model_or_from_the_seed(
     heads = []
     for seed in (3, 3, 4):
         fresh = build(spec, groups, head=Head.VALUE, seed=seed)
-        with caplog.at_level(logging.WARNING):
+        with caplog.at_level(logging.INFO):
             load_weights(fresh, tmp_path / "actor")
         heads.append(local_params(fresh)[OUTPUT])
     assert "no score.weight; the value head starts from the seed" in caplog.text
