@@ -102,7 +102,7 @@ def test_a_rank_without_rows_gets_an_empty_experience():
 
 
 def part_of(found, seconds=2.0) -> StepPart:
-    return StepPart(samples_of(found, CONFIG, solved_at=1.0), {"step": seconds, "rollout/generate": 0.5})
+    return StepPart(samples_of(found, CONFIG, solved_at=1.0), seconds={"step": seconds, "rollout/generate": 0.5})
 
 
 def test_metrics_of_a_step():
