@@ -23,6 +23,8 @@ class SamplingConfig:
     """Longest response, in tokens."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response, beside the tokenizer's end-of-sequence token."""
+    ignore_eos: bool = False
+    """No token ends a response: each has max_new_tokens tokens. For benchmarks and tests."""
 
     def __post_init__(self) -> None:
         at_least("sampling.temperature", self.temperature, 0.0)
@@ -35,6 +37,11 @@ class SamplingConfig:
         between("sampling.top_p", self.top_p, 0.0, 1.0)
         at_least("sampling.top_k", self.top_k, 0)
         at_least("sampling.max_new_tokens", self.max_new_tokens, 1)
+        if self.ignore_eos and self.stop_token_ids:
+            raise ConfigError(
+                f"sampling.stop_token_ids: {self.stop_token_ids} given, but ignore_eos lets no token end a response; "
+                "unset one of them"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -170,6 +170,10 @@ def test_a_mistake_is_named_with_its_place_and_cure(refused, override, parts):
         (["reference.model.path="], "reference.model.path: empty"),
         (["rollout.kv_cache_tokens=8"], "rollout.kv_cache_tokens: 8 cannot hold one response of rollout.sampling.max"),
         (["rollout.kv_cache_tokens=500"], "rollout.kv_cache_tokens: 500 is less than data.max_prompt_tokens"),
+        (
+            ["rollout.sampling.ignore_eos=true", "rollout.sampling.stop_token_ids=[5]"],
+            "rollout.sampling.stop_token_ids: (5,) given, but ignore_eos",
+        ),
         (["eval.sampling.max_new_tokens=65000"], "rollout.kv_cache_tokens: 65536 is less than"),
         (
             ["eval.sampling.temperature=1e-38"],

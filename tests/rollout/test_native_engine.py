@@ -72,6 +72,15 @@ def test_stop_tokens_of_model_and_of_sampling_end_a_response_and_belong_to_it():
     assert FinishReason.STOP in rollout.finish_reasons
 
 
+def test_ignore_eos_lets_no_token_end_a_response():
+    model, batch = hf_model("llama"), prompts()
+    free = [greedy_reference(model, prompt, 13).tolist() for prompt in batch.tokens.rows()]
+    engine = make_engine(model, eos_token_ids=tuple({row[4] for row in free}))
+    rollout = engine.generate(batch, SamplingConfig(temperature=0.0, max_new_tokens=13, ignore_eos=True))
+    assert [response.tolist() for response in rollout.responses.rows()] == free
+    assert rollout.finish_reasons.tolist() == [FinishReason.LENGTH] * len(batch)
+
+
 def test_rollout_says_where_tokens_came_from_and_which_weights_made_them():
     engine = make_engine(hf_model("qwen3"))
     engine.weights_updated(7)

@@ -149,7 +149,7 @@ class NativeEngine:
         self._model.params.clear()
 
     def _stop_ids(self, sampling: SamplingConfig) -> Tensor:
-        ids = sorted({*self._eos_token_ids, *sampling.stop_token_ids})
+        ids = [] if sampling.ignore_eos else sorted({*self._eos_token_ids, *sampling.stop_token_ids})
         return torch.tensor(ids, dtype=torch.int64, device=self._model.device)
 
 
