@@ -4,6 +4,7 @@ R = response tokens of a microbatch. Each function returns its loss and sums for
 microbatches and ranks gives those of the whole batch, however it is cut. Knows no process group.
 """
 
+import torch
 from torch import Tensor
 
 from rlhf.algos.shapes import check_same
@@ -68,8 +69,9 @@ def value_loss(
     *,
     clip_eps: float,
     denominator: float,
+    huber_delta: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Half the squared error of the critic, with moves away from the old values clipped.
+    """Half the squared error of the critic, or Huber's, with moves away from the old values clipped.
 
     Args:
         values: [R]. Now; the gradient flows through it.
@@ -78,6 +80,8 @@ def value_loss(
         loss_mask: bool [R]. True on tokens that count; the others may hold anything, NaN too.
         clip_eps: New values count only within old_values +- clip_eps where they would gain by leaving; 0 never clips.
         denominator: What the sum is divided by: the tokens that count in the whole minibatch, over all ranks.
+        huber_delta: Errors beyond it count by their size, d |e| - d^2 / 2, and no longer by their square, e^2 / 2; 0
+            squares all.
 
     Returns:
         (loss [], sums). Sums, float32 [], no gradient: `value_tokens`; `value_clipped_tokens` whose gradient the clip
@@ -87,24 +91,32 @@ def value_loss(
         ShapeError: The tensors differ in shape, or the mask is not bool.
 
     Source: the value clip of OpenAI baselines' ppo2, described in Huang et al., "The 37 implementation details of
-    PPO" (2022), detail 9.
+    PPO" (2022), detail 9. Huber's loss for critics as in Yu et al. 2021 (MAPPO), arXiv:2103.01955, appendix.
     """
     check_same("value_loss", values=values, old_values=old_values, returns=returns, loss_mask=loss_mask)
     now, old = counted(values.float(), loss_mask), counted(old_values.float(), loss_mask)
     target = counted(returns.float(), loss_mask)
-    error = (now - target).square()
+    error = now - target
     reach = clip_eps if clip_eps > 0 else float("inf")
-    clipped_error = (old + (now - old).clamp(-reach, reach) - target).square()
-    loss = 0.5 * error.maximum(clipped_error).sum() / denominator
+    free, clipped = (_doubled_penalty(e, huber_delta) for e in (error, old + (now - old).clamp(-reach, reach) - target))
+    loss = 0.5 * free.maximum(clipped).sum() / denominator
     sums = {
         "value_tokens": loss_mask.sum().float(),
-        "value_clipped_tokens": (clipped_error > error).sum().float(),
+        "value_clipped_tokens": (clipped > free).sum().float(),
         "value_sum": now.detach().sum(),
-        "value_error_sq_sum": error.detach().sum(),
+        "value_error_sq_sum": error.detach().square().sum(),
         "return_sum": target.sum(),
         "return_sq_sum": target.square().sum(),
     }
     return loss, sums
+
+
+def _doubled_penalty(error: Tensor, huber_delta: float) -> Tensor:
+    square = error.square()
+    if huber_delta <= 0:
+        return square
+    size = error.abs()
+    return torch.where(size <= huber_delta, square, huber_delta * (2 * size - huber_delta))
 
 
 def entropy_bonus(entropy: Tensor, loss_mask: Tensor, *, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:

@@ -100,6 +100,30 @@ def test_value_clip_of_zero_never_clips():
     assert sums["value_clipped_tokens"] == 0
 
 
+def test_huber_value_loss_hand_computed():
+    # delta 1, eps .5, old 0. v=3, return 0: 3 - 1/2 free, 0.125 clipped at .5 -> 2.5, gradient delta. v=.2: .04 / 2.
+    # v=.8, return 4: free 3.2 - .5 = 2.7, clipped (.5) 3.5 - .5 = 3, which has no gradient.
+    values = torch.tensor([3.0, 0.2, 0.8], requires_grad=True)
+    returns = torch.tensor([0.0, 0.0, 4.0])
+    loss, sums = value_loss(values, torch.zeros(3), returns, ones(3), clip_eps=0.5, denominator=1.0, huber_delta=1.0)
+    torch.testing.assert_close(loss, torch.tensor(2.5 + 0.02 + 3.0))
+    loss.backward()
+    torch.testing.assert_close(values.grad, torch.tensor([1.0, 0.2, 0.0]))
+    assert sums["value_clipped_tokens"] == 1
+
+
+def test_huber_without_a_clip_is_torchs():
+    generator = torch.Generator().manual_seed(2)
+    ours, theirs = (3 * torch.randn(40, generator=generator) for _ in range(2))
+    now, other = ours.clone().requires_grad_(), ours.clone().requires_grad_()
+    loss, _ = value_loss(now, ours, theirs, ones(40), clip_eps=0.0, denominator=40.0, huber_delta=1.5)
+    expected = torch.nn.functional.huber_loss(other, theirs, delta=1.5)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(now.grad, other.grad)
+
+
 def test_entropy_and_cross_entropy_hand_computed():
     bonus, sums = entropy_bonus(torch.tensor([1.0, 2.0, NAN]), torch.tensor([True, True, False]), denominator=6.0)
     assert float(bonus) == 0.5
@@ -113,6 +137,7 @@ def test_entropy_and_cross_entropy_hand_computed():
 CASES = {
     "policy": lambda now, x, y, m, d: policy_loss(now, x, y, m, clip_eps=0.2, denominator=d),
     "value": lambda now, x, y, m, d: value_loss(now, x, y, m, clip_eps=0.2, denominator=d),
+    "huber value": lambda now, x, y, m, d: value_loss(now, x, y, m, clip_eps=0.2, denominator=d, huber_delta=0.5),
     "entropy": lambda now, x, y, m, d: entropy_bonus(now, m, denominator=d),
     "cross_entropy": lambda now, x, y, m, d: cross_entropy_loss(now, m, denominator=d),
 }
