@@ -32,7 +32,7 @@ from rlhf.mcore.optimizer import build_optimizer
 from rlhf.models.calls import RoleCalls
 from rlhf.models.critic import Critic
 from rlhf.models.policy import Policy
-from rlhf.preflight import check_inputs
+from rlhf.preflight.inputs import check_inputs
 from rlhf.reshard.weight_sync import WeightSync
 from rlhf.reward.function import RewardFunction
 from rlhf.rollout.engine import EngineFactory, RolloutEngine

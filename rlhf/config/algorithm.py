@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from rlhf.config.checks import at_least, between, more_than, one_of
-from rlhf.errors import ConfigError
+from rlhf.config.checks import at_least, between, more_than, one_of, refuse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +37,8 @@ class PPOConfig:
     """First steps in which only the critic is trained."""
 
     def __post_init__(self) -> None:
-        for name in ("prompts_per_step", "samples_per_prompt", "minibatch_samples", "epochs"):
-            at_least(f"ppo.{name}", getattr(self, name), 1)
+        counts = ("prompts_per_step", "samples_per_prompt", "minibatch_samples", "epochs")
+        are_counts = all([at_least(f"ppo.{name}", getattr(self, name), 1) for name in counts])
         more_than("ppo.clip_eps", self.clip_eps, 0.0)
         at_least("ppo.value_clip_eps", self.value_clip_eps, 0.0)
         between("ppo.gamma", self.gamma, 0.0, 1.0)
@@ -48,8 +47,8 @@ class PPOConfig:
         one_of("ppo.kl_estimator", self.kl_estimator, ("k1", "k2", "k3"))
         at_least("ppo.entropy_coef", self.entropy_coef, 0.0)
         at_least("ppo.critic_warmup_steps", self.critic_warmup_steps, 0)
-        if self.samples_per_step % self.minibatch_samples:
-            raise ConfigError(
+        if are_counts and self.samples_per_step % self.minibatch_samples:
+            refuse(
                 f"ppo.minibatch_samples: {self.minibatch_samples} does not divide prompts_per_step * "
                 f"samples_per_prompt = {self.samples_per_step}; needs a divisor; change one of the three"
             )

@@ -3,50 +3,53 @@
 import math
 import re
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import get_args, get_origin
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
+from rlhf.config.checks import Faults, collecting
 from rlhf.config.schema import NO_VALUE, default_tree, field_docs, field_types, type_name
-from rlhf.errors import ConfigError
 
 FAULTY = object()  # stands for a value whose fault has been noted
+STAND_INS: dict[type, object] = {str: "", int: 1, float: 1.0, bool: False, tuple: (), dict: {}}
 
 EXAMPLES = {str: "TEXT", int: "1", float: "0.1", bool: "true", tuple: "[1,2]", dict: "{key: value}"}
 
 
 class Converter:
-    """Converts one tree; `faults` collects a line for each thing that is wrong.
+    """Converts one tree and notes each thing that is wrong; a faulty value is replaced, so that all rules are asked.
 
     Args:
         unknown: Message for the dotted path of an unknown key.
+        faults: Takes what is found.
     """
 
-    def __init__(self, unknown: Callable[[str], str]) -> None:
-        self.faults: list[str] = []
+    def __init__(self, unknown: Callable[[str], str], faults: Faults) -> None:
+        self._faults = faults
         self._unknown = unknown
 
     def section(self, cls: type, node: DictConfig, path: str) -> object:
-        """A dataclass from a section; FAULTY when it or a part of it has a fault."""
+        """A dataclass from a section; where a value has a fault, its default or a stand-in is in its place."""
         kinds, docs = field_types(cls), field_docs(cls)
         defaults = OmegaConf.create(default_tree(cls))
         for key in node:
             if key not in kinds:
-                self.faults += [self._unknown(leaf) for leaf in _leaves(node._get_node(key), _join(path, str(key)))]
+                for leaf in _leaves(node._get_node(key), _join(path, str(key))):
+                    self._faults.add(self._unknown(leaf))
         values = {}
         for field in fields(cls):
             where = _join(path, field.name)
             source = node if field.name in list(node) else defaults
             value = self._read(source, field.name, where, kinds[field.name], docs.get(field.name, ""))
-            values[field.name] = value if value is FAULTY else self.value(kinds[field.name], value, where)
-        if any(value is FAULTY for value in values.values()):
-            return FAULTY
-        try:
-            return cls(**values)
-        except ConfigError as error:
-            return self._fault(full_path(str(error), cls, path))
+            converted = value if value is FAULTY else self.value(kinds[field.name], value, where)
+            values[field.name] = self._stand_in(field, kinds[field.name]) if converted is FAULTY else converted
+        with collecting() as broken:
+            made = cls(**values)
+        for fault in broken.found:
+            self._faults.add_rule(full_path(fault.message, cls, path))
+        return made
 
     def value(self, kind: type, value: object, where: str) -> object:
         """A field's value in its declared type; FAULTY when it does not fit."""
@@ -68,6 +71,7 @@ class Converter:
         try:
             value = node[name] if not OmegaConf.is_missing(node, name) else NO_VALUE
         except InterpolationToMissingValueError:
+            self._faults.doubt(where)
             return FAULTY  # the key it points to is reported
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
@@ -98,8 +102,24 @@ class Converter:
         return found
 
     def _fault(self, message: str) -> object:
-        self.faults.append(message)
+        self._faults.add(message)
         return FAULTY
+
+    def _stand_in(self, field: Field, kind: type) -> object:
+        """The default, or any value of the type."""
+        with collecting():
+            if field.default is not MISSING:
+                return field.default
+            if field.default_factory is not MISSING:
+                return field.default_factory()
+        if is_dataclass(kind):
+            return self._empty_section(kind)
+        return STAND_INS[get_origin(kind) or kind]
+
+    def _empty_section(self, cls: type) -> object:
+        kinds = field_types(cls)
+        with collecting():
+            return cls(**{one.name: self._stand_in(one, kinds[one.name]) for one in fields(cls)})
 
 
 def _join(path: str, name: str) -> str:

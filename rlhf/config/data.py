@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from rlhf.config.checks import at_least, more_than, one_of
-from rlhf.errors import ConfigError
+from rlhf.config.checks import at_least, more_than, one_of, refuse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,9 +40,9 @@ class DataConfig:
         one_of("data.source", self.source, ("jsonl", "parquet", "reasoning_gym"))
         one_of("data.overlong", self.overlong, ("drop", "truncate", "error"))
         if self.source == "reasoning_gym" and not self.task:
-            raise ConfigError("data.task: empty; source reasoning_gym needs a task; set data.task=chain_sum")
+            refuse("data.task: empty; data.source = reasoning_gym needs a task; set data.task=chain_sum")
         if self.source != "reasoning_gym" and not self.path:
-            raise ConfigError(f"data.path: empty; source {self.source} needs a file; set data.path=FILE")
+            refuse(f"data.path: empty; data.source = {self.source} needs a file; set data.path=FILE")
         at_least("data.max_prompt_tokens", self.max_prompt_tokens, 1)
         at_least("data.task_size", self.task_size, 1)
         at_least("data.held_out", self.held_out, 0)
@@ -67,7 +66,7 @@ class RewardConfig:
         at_least("reward.workers", self.workers, 1)
         one_of("reward.on_error", self.on_error, ("drop", "zero", "fail"))
         if ":" not in self.function:
-            raise ConfigError(
+            refuse(
                 f"reward.function: {self.function!r} given; needs package.module:function or path/file.py:function; "
                 "change it"
             )

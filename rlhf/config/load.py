@@ -9,6 +9,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlhf.config.checks import Faults
 from rlhf.config.convert import Converter
 from rlhf.config.help import help_text
 from rlhf.config.nearest import unknown_key
@@ -30,6 +31,20 @@ def load_config(argv: Sequence[str]) -> RunConfig:
         ConfigError: The file, an override, a key or a value cannot work; every fault found is in the message.
         SystemExit: Code 0, after --help.
     """
+    config, faults = read_config(argv)
+    faults.raise_any(argv[0])
+    return config
+
+
+def read_config(argv: Sequence[str]) -> tuple[RunConfig, Faults]:
+    """As load_config, but with the faults of overrides, keys and values beside the settings instead of raised.
+
+    A setting with a fault holds its default or a stand-in, so that what depends on other settings can still be asked.
+
+    Raises:
+        ConfigError: There is no YAML file, or no trainer in it: nothing more can be known.
+        SystemExit: Code 0, after --help.
+    """
     if {"-h", "--help"} & set(argv):
         sys.stdout.write(help_text(TRAINERS))
         raise SystemExit(0)
@@ -38,10 +53,15 @@ def load_config(argv: Sequence[str]) -> RunConfig:
     file, overrides = argv[0], argv[1:]
     if "=" in file and not Path(file).exists():
         raise ConfigError(f"command line: override {file!r} comes first; needs CONFIG.yaml before it; see --help")
-    given = _read(Path(file))
-    changes = _parse(overrides)
-    cls = _run_class(given, changes)
-    return _convert(cls, _combine(cls, given, changes), str(file))
+    faults, given = Faults(), _read(Path(file))
+    changes = _parse(overrides, faults)
+    try:
+        cls = _run_class(given, changes)
+    except ConfigError as error:
+        faults.add(str(error))
+        faults.raise_any(file)
+        raise
+    return _convert(cls, _combine(cls, given, changes, faults), faults), faults
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -65,20 +85,19 @@ def _read(path: Path) -> dict[str, object]:
     return {str(key): value for key, value in found.items()}
 
 
-def _parse(overrides: Sequence[str]) -> list[tuple[str, DictConfig]]:
+def _parse(overrides: Sequence[str], faults: Faults) -> list[tuple[str, DictConfig]]:
     """Each override as (its key, its tree)."""
-    parsed, faults = [], []
+    parsed = []
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not KEY.fullmatch(key):
-            faults.append(f"{text}: not an override; needs KEY=VALUE, such as ppo.clip_eps=0.1; write it so")
+            faults.add(f"{text}: not an override; needs KEY=VALUE, such as ppo.clip_eps=0.1; write it so")
             continue
         try:
             parsed.append((key, OmegaConf.from_dotlist([text if value else f"{key}=''"])))
         except (yaml.YAMLError, OmegaConfBaseException) as error:
             reason = " ".join(str(error).split())
-            faults.append(f"{key}: {value!r} is not YAML ({reason}); needs a value; put quotes inside the shell's")
-    _raise(faults, "command line")
+            faults.add(f"{key}: {value!r} is not YAML ({reason}); needs a value; put quotes inside the shell's")
     return parsed
 
 
@@ -108,7 +127,7 @@ def _overlay(defaults: dict[str, object], given: dict[str, object]) -> dict[str,
     return result
 
 
-def _combine(cls: type, given: dict[str, object], changes: list[tuple[str, DictConfig]]) -> DictConfig:
+def _combine(cls: type, given: dict[str, object], changes: list[tuple[str, DictConfig]], faults: Faults) -> DictConfig:
     tree = OmegaConf.create(_overlay(default_tree(cls), given))
     for key, change in changes:
         try:
@@ -119,17 +138,15 @@ def _combine(cls: type, given: dict[str, object], changes: list[tuple[str, DictC
             OmegaConf.update(tree, key, OmegaConf.select(change, key), merge=False)
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
-            raise ConfigError(f"{key}: {reason}; needs a value that can be merged into the file; change it") from error
+            faults.add(f"{key}: {reason}; needs a value that can be merged into the file; change it")
     return tree
 
 
-def _convert(cls: type[PPORunConfig] | type[SFTRunConfig], tree: DictConfig, file: str) -> RunConfig:
+def _convert(cls: type[PPORunConfig] | type[SFTRunConfig], tree: DictConfig, faults: Faults) -> RunConfig:
     valid = _paths(cls)
     others = {path for other in TRAINERS.values() if other is not cls for path in _paths(other)}
-    converter = Converter(lambda path: unknown_key(path, valid, others))
-    config = converter.section(cls, tree, "")
-    _raise(converter.faults, file)
-    assert isinstance(config, cls), "a faultless tree gives a config"
+    config = Converter(lambda path: unknown_key(path, valid, others), faults).section(cls, tree, "")
+    assert isinstance(config, cls), "a tree gives a config"
     return config
 
 
@@ -140,13 +157,6 @@ def _paths(cls: type) -> tuple[str, ...]:
         parts = key.path.split(".")
         paths.update(dict.fromkeys(".".join(parts[: n + 1]) for n in range(len(parts))))
     return tuple(paths)
-
-
-def _raise(faults: list[str], where: str) -> None:
-    if len(faults) == 1:
-        raise ConfigError(faults[0])
-    if faults:
-        raise ConfigError("\n  ".join([f"{where}: {len(faults)} settings cannot work:", *faults]))
 
 
 def _escaped(value: object) -> object:

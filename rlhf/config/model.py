@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from rlhf.config.checks import at_least, between, more_than, one_of
+from rlhf.config.checks import at_least, between, more_than, one_of, refuse
 from rlhf.config.parallel import ParallelConfig
-from rlhf.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +21,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if not self.path.strip():
-            raise ConfigError("model.path: empty; needs a checkpoint folder or a hub id; set model.path=FOLDER")
+            refuse("model.path: empty; needs a checkpoint folder or a hub id; set model.path=FOLDER")
         one_of("model.init", self.init, ("checkpoint", "random"))
         one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
         one_of("model.recompute", self.recompute, ("none", "full"))
@@ -57,9 +56,7 @@ class OptimConfig:
         more_than("optim.lr", self.lr, 0.0)
         at_least("optim.min_lr", self.min_lr, 0.0)
         if self.min_lr > self.lr:
-            raise ConfigError(
-                f"optim.min_lr: {self.min_lr} is above optim.lr = {self.lr}; needs at most that; lower it"
-            )
+            refuse(f"optim.min_lr: {self.min_lr} is above optim.lr = {self.lr}; needs at most that; lower it")
         one_of("optim.schedule", self.schedule, ("constant", "linear", "cosine"))
         at_least("optim.warmup_steps", self.warmup_steps, 0)
         at_least("optim.decay_steps", self.decay_steps, 0 if self.schedule == "constant" else 1)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from rlhf.config.checks import at_least, refuse
 from rlhf.errors import ConfigError
 
 
@@ -25,16 +26,10 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         for axis in ("tp", "pp", "dp"):
-            if getattr(self, axis) < 1:
-                raise ConfigError(
-                    f"parallel.{axis}: {getattr(self, axis)} given; needs at least 1; set parallel.{axis}=1"
-                )
-        if self.first_rank < 0:
-            raise ConfigError(
-                f"parallel.first_rank: {self.first_rank} given; needs 0 or more; set parallel.first_rank=0"
-            )
+            at_least(f"parallel.{axis}", getattr(self, axis), 1)
+        at_least("parallel.first_rank", self.first_rank, 0)
         if self.layers_per_stage and (len(self.layers_per_stage) != self.pp or min(self.layers_per_stage) < 1):
-            raise ConfigError(
+            refuse(
                 f"parallel.layers_per_stage: {list(self.layers_per_stage)} given; "
                 f"needs pp = {self.pp} counts of at least 1; change it or parallel.pp"
             )

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from rlhf.config.checks import at_least, between, more_than
-from rlhf.errors import ConfigError
+from rlhf.config.checks import at_least, between, more_than, refuse
 
 MIN_TEMPERATURE = 1e-3
 """Below it float32's rounding of logits, divided by the temperature, is no longer small beside a log-prob."""
@@ -29,7 +28,7 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         at_least("sampling.temperature", self.temperature, 0.0)
         if 0.0 < self.temperature < MIN_TEMPERATURE:
-            raise ConfigError(
+            refuse(
                 f"sampling.temperature: {self.temperature} given; needs 0 (the most likely token) or at least "
                 f"{MIN_TEMPERATURE}; change it"
             )
@@ -38,7 +37,7 @@ class SamplingConfig:
         at_least("sampling.top_k", self.top_k, 0)
         at_least("sampling.max_new_tokens", self.max_new_tokens, 1)
         if self.ignore_eos and self.stop_token_ids:
-            raise ConfigError(
+            refuse(
                 f"sampling.stop_token_ids: {self.stop_token_ids} given, but ignore_eos lets no token end a response; "
                 "unset one of them"
             )
@@ -68,11 +67,9 @@ class RolloutConfig:
             at_least(f"rollout.{name}", getattr(self, name), 1)
         at_least("rollout.first_rank", self.first_rank, 0)
         if self.engine != "native" and ":" not in self.engine:
-            raise ConfigError(
-                f"rollout.engine: {self.engine!r} given; needs native or package.module:factory; change it"
-            )
+            refuse(f"rollout.engine: {self.engine!r} given; needs native or package.module:factory; change it")
         if self.sampling.max_new_tokens >= self.kv_cache_tokens:
-            raise ConfigError(
+            refuse(
                 f"rollout.kv_cache_tokens: {self.kv_cache_tokens} cannot hold one response of "
                 f"sampling.max_new_tokens = {self.sampling.max_new_tokens} and its prompt; raise the first"
             )

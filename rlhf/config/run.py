@@ -3,11 +3,10 @@
 from dataclasses import dataclass, field
 
 from rlhf.config.algorithm import PPOConfig, SFTConfig
-from rlhf.config.checks import at_least, folder_name, more_than, one_of
+from rlhf.config.checks import at_least, folder_name, more_than, one_of, refuse
 from rlhf.config.data import DataConfig, RewardConfig
 from rlhf.config.model import FrozenRoleConfig, TrainedRoleConfig
 from rlhf.config.rollout import RolloutConfig, SamplingConfig
-from rlhf.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,30 +128,30 @@ class PPORunConfig:
         self._check_rollout()
         self._check_eval()
         if self.reward.function.startswith("rlhf.reward.gym:") and self.data.source != "reasoning_gym":
-            raise ConfigError(
+            refuse(
                 f"reward.function: {self.reward.function} scores reasoning_gym problems, but data.source "
                 f"= {self.data.source}; needs a function that knows its rows; set reward.function=MODULE:FUNCTION"
             )
         if self.reward.timeout_s >= self.job.progress_limit_s:
-            raise ConfigError(
+            refuse(
                 f"reward.timeout_s: {self.reward.timeout_s} is not less than job.progress_limit_s = "
                 f"{self.job.progress_limit_s}, so a slow reward would look like a hung rank; lower the first"
             )
         if self.ppo.critic_warmup_steps >= self.num_steps:
-            raise ConfigError(
+            refuse(
                 f"ppo.critic_warmup_steps: {self.ppo.critic_warmup_steps} of num_steps = {self.num_steps} leave no "
                 f"step that trains the actor; lower the first or raise num_steps"
             )
 
     def _check_rollout(self) -> None:
         if self.rollout.sampling.temperature <= 0.0:
-            raise ConfigError(
+            refuse(
                 "rollout.sampling.temperature: 0 samples the same response every time, and nothing can be learnt "
                 "from it; needs more than 0; set rollout.sampling.temperature=1"
             )
         for name, sampling in (("rollout.sampling", self.rollout.sampling), ("eval.sampling", self.eval.sampling)):
             if self.data.max_prompt_tokens + sampling.max_new_tokens > self.rollout.kv_cache_tokens:
-                raise ConfigError(
+                refuse(
                     f"rollout.kv_cache_tokens: {self.rollout.kv_cache_tokens} is less than data.max_prompt_tokens + "
                     f"{name}.max_new_tokens = {self.data.max_prompt_tokens} + {sampling.max_new_tokens}; "
                     f"raise the first or lower one of the others"
@@ -160,7 +159,7 @@ class PPORunConfig:
 
     def _check_eval(self) -> None:
         if self.eval.every_steps and not self.data.held_out:
-            raise ConfigError(
+            refuse(
                 f"eval.every_steps: {self.eval.every_steps} given, but data.held_out = 0 keeps no problems to evaluate "
                 f"on; set eval.every_steps=0, or data.held_out=200"
             )
@@ -218,13 +217,13 @@ def check_world(config: RunConfig, world_size: int) -> None:
     pools = config.pools()
     for role, ranks in pools.items():
         if ranks.stop > world_size:
-            raise ConfigError(
+            refuse(
                 f"{role}: its pool is ranks {ranks.start}..{ranks.stop - 1}, but the job has {world_size} ranks; "
                 f"start more, or lower the sizes or first_rank of {role}"
             )
     idle = sorted(set(range(world_size)) - {rank for ranks in pools.values() for rank in ranks})
     if idle:
-        raise ConfigError(
+        refuse(
             f"pools: ranks {idle} of {world_size} belong to no role; start fewer, or raise a role's dp "
             f"(now {', '.join(f'{role} {r.start}..{r.stop - 1}' for role, r in pools.items())})"
         )

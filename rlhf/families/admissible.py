@@ -1,5 +1,6 @@
 """Which layouts a model admits, from its numbers alone."""
 
+from rlhf.config.checks import refuse
 from rlhf.config.parallel import ParallelConfig
 from rlhf.errors import LayoutError
 from rlhf.families.spec import ModelSpec
@@ -18,8 +19,9 @@ def check_layout(spec: ModelSpec, parallel: ParallelConfig, *, where: str) -> No
         ("ffn_size", spec.ffn_size),
     ):
         if count % parallel.tp:
-            raise LayoutError(
+            refuse(
                 f"{where}.tp: {parallel.tp} does not divide the model's {what} = {count}; "
-                f"needs a divisor; lower {where}.tp"
+                f"needs a divisor; lower {where}.tp",
+                LayoutError,
             )
     parallel.stage_layers(spec.num_layers, where=where)

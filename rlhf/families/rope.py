@@ -85,7 +85,7 @@ def rotary_frequencies(spec: ModelSpec) -> "Tensor":
     Source: `_compute_llama3_parameters` of transformers, from Llama 3.1: low frequencies are divided by the factor,
     high ones stay, those between are blended.
     """
-    import torch  # noqa: PLC0415  # rlhf/preflight.py reads specs before torch is there
+    import torch  # noqa: PLC0415  # rlhf/preflight reads specs before torch is there
 
     channels = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float()
     freqs = 1.0 / (spec.rope_theta ** (channels / spec.head_dim))

@@ -214,6 +214,22 @@ def test_several_mistakes_are_told_at_once(refused):
     ]
 
 
+def test_rules_of_the_whole_run_are_told_beside_those_of_its_parts(refused):
+    message = refused("data.held_out=0", "eval.every_steps=5", "critic.optim.min_lr=1", "foo", "reference.model=3")
+    assert [line.split(":")[0].strip() for line in message.splitlines()[1:]] == [
+        "foo",
+        "critic.optim.min_lr",
+        "reference.model",
+        "eval.every_steps",
+    ]
+
+
+def test_what_follows_from_a_mistake_is_not_told_as_another(refused):
+    # critic.model.path refers to the missing actor.model.path; gamma's stand-in breaks no rule
+    message = refused("ppo.gamma=x", "num_steps=x", "ppo.critic_warmup_steps=100", "name=")
+    assert [line.split(":")[0].strip() for line in message.splitlines()[1:]] == ["num_steps", "ppo.gamma", "name"]
+
+
 def test_all_malformed_overrides_are_told_at_once(refused):
     message = refused("foo", "bar")
     assert "foo: not an override" in message

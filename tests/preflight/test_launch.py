@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.preflight import main
+from rlhf.preflight.launch import main
 from tests.scripts.launched import CONFIG
 from tests.trainers.tiny_run import make_files
 
@@ -70,6 +70,29 @@ def test_a_run_that_cannot_work_is_refused_by_the_name_of_its_key(
     assert says in said(capsys, folder / "tiny.yaml", *overrides)
 
 
+def test_everything_that_is_wrong_is_said_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = [
+        *("ppo.clip_epss=0.1", "num_steps=x", "foo", "ppo.gamma=2", "eval.every_steps=5", "data.held_out=0"),
+        *("actor.parallel.tp=3", "critic.model.path=/nowhere", "data.path=/nowhere.jsonl", "rollout.tp=3"),
+        *("rollout.sampling.stop_token_ids=[9999]", "reward.function=no_such.py:score", "reference.parallel.tp=0"),
+    ]
+    message = said(capsys, "--nproc", 8, folder / "tiny.yaml", *wrong)
+    assert message.startswith(f"{folder}/tiny.yaml: 12 settings cannot work:\n")
+    assert [line.split(":")[0].strip() for line in message.splitlines()[1:]] == [
+        *("foo", "num_steps", "reference.parallel.tp", "ppo.clip_epss", "ppo.gamma", "eval.every_steps"),
+        *("actor.parallel.tp", "critic.model.path", "data.path", "rollout.sampling.stop_token_ids"),
+        *("reward.function", "rollout.tp"),
+    ]  # the pools are not compared with 8 ranks while reference.parallel.tp is open
+    assert not (folder / "runs").exists()
+
+
+def test_pools_are_compared_with_the_job_beside_other_faults(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = said(capsys, "--nproc", 2, folder / "tiny.yaml", "rollout.first_rank=2", "ppo.gamma=2")
+    assert "ppo.gamma: 2.0 given" in message
+    assert "rollout: its pool is ranks 2..2, but the job has 2 ranks" in message
+    assert "pools: ranks [1] of 2 belong to no role" in message
+
+
 def test_a_model_is_not_saved_over_one_that_the_run_reads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     over = f"save_hf={folder}/rows/../model"
     (folder / "rows").mkdir()
@@ -93,5 +116,5 @@ def test_weights_cut_short_are_found_by_their_header(folder: Path, capsys: pytes
 
 
 def test_it_imports_no_torch() -> None:
-    code = "import rlhf.preflight, sys; sys.exit('torch' in sys.modules)"
+    code = "import rlhf.preflight.launch, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,120 @@
+"""Whether what a run reads is there and fits: models and their layouts, data, functions by name.
+
+Reads headers only and imports no torch: scripts/launch.sh asks it first, then each rank.
+"""
+
+import importlib.util
+from pathlib import Path
+
+from rlhf.config.checks import Faults, noted, refuse
+from rlhf.config.data import DataConfig
+from rlhf.config.model import FrozenRoleConfig, TrainedRoleConfig
+from rlhf.config.rollout import SamplingConfig
+from rlhf.config.run import PPORunConfig, RunConfig
+from rlhf.data.row_files import check_there
+from rlhf.families.admissible import check_layout
+from rlhf.families.folder import check_whole, resolve_folder
+from rlhf.families.registry import read_spec
+from rlhf.families.spec import ModelSpec
+from rlhf.rollout.native.layout import check_tp
+
+Role = TrainedRoleConfig | FrozenRoleConfig
+
+
+def check_inputs(config: RunConfig, faults: Faults | None = None) -> dict[str, ModelSpec]:
+    """Whether models and data are there, and the models admit their layouts. No communication.
+
+    Args:
+        config: The run.
+        faults: What is known to be wrong with it; what hangs on that is not asked.
+
+    Returns:
+        What each role's model is, for the roles whose config.json could be read.
+
+    Raises:
+        CheckpointError, LayoutError, ConfigError, DataError: They are not, or they do not; noted instead inside
+            `rlhf.config.checks.collecting`.
+    """
+    faults = faults or Faults()
+    specs = {}
+    for name, role in roles_of(config).items():
+        with noted():
+            specs[name] = _checked_model(name, role, save_hf=config.save_hf, faults=faults)
+    if config.data.source in ("jsonl", "parquet"):
+        with noted():
+            check_there(config.data.source, Path(config.data.path))
+    if isinstance(config, PPORunConfig):
+        _check_generation(config, specs, faults)
+    return specs
+
+
+def roles_of(config: RunConfig) -> dict[str, Role]:
+    """The roles that are Megatron models."""
+    roles: dict[str, Role] = {"actor": config.actor}
+    if isinstance(config, PPORunConfig):
+        roles |= {"critic": config.critic, "reference": config.reference}
+    return roles
+
+
+def _check_generation(config: PPORunConfig, specs: dict[str, ModelSpec], faults: Faults) -> None:
+    actor = specs.get("actor")
+    for name, sampling in (("rollout", config.rollout.sampling), ("eval", config.eval.sampling)):
+        if actor is not None:
+            _check_stop_ids(f"{name}.sampling.stop_token_ids", sampling.stop_token_ids, actor.vocab_size)
+        _check_positions(f"{name}.sampling.max_new_tokens", sampling, config.data, specs)
+    _check_place("reward.function", config.reward.function)
+    if config.rollout.engine != "native":
+        _check_place("rollout.engine", config.rollout.engine)
+    elif actor is not None and not faults.doubts(r"rollout\.tp"):
+        with noted():
+            check_tp(actor, config.rollout.tp)
+
+
+def _checked_model(name: str, role: Role, *, save_hf: str, faults: Faults) -> ModelSpec:
+    folder = resolve_folder(role.model.path, where=f"{name}.model.path")
+    spec = read_spec(folder)
+    if not faults.doubts(rf"{name}\.parallel\..*"):
+        with noted():
+            check_layout(spec, role.parallel, where=f"{name}.parallel")
+    if role.model.init == "checkpoint":
+        with noted():
+            check_whole(folder)
+    if save_hf and Path(save_hf).resolve() == folder.resolve():
+        refuse(
+            f"save_hf: {save_hf} is the folder of {name}.model.path, which it would overwrite; needs another; change it"
+        )
+    return spec
+
+
+def _check_stop_ids(where: str, given: tuple[int, ...], vocab_size: int) -> None:
+    if beyond := [token for token in given if not 0 <= token < vocab_size]:
+        refuse(
+            f"{where}: {beyond} given; the actor's vocabulary has 0..{vocab_size - 1}, so nothing would stop there; "
+            "needs ids of the actor's tokenizer; change it"
+        )
+
+
+def _check_positions(where: str, sampling: SamplingConfig, data: DataConfig, specs: dict[str, ModelSpec]) -> None:
+    longest = data.max_prompt_tokens + sampling.max_new_tokens
+    for role, spec in specs.items():
+        if longest > spec.max_positions:
+            refuse(
+                f"{where}: {sampling.max_new_tokens} after data.max_prompt_tokens = {data.max_prompt_tokens} make "
+                f"{longest} positions; the {role}'s model was made for {spec.max_positions}; lower one of the two"
+            )
+
+
+def _check_place(where: str, location: str) -> None:
+    """Whether there is such a file or package; what is in it is for those who import it to find out."""
+    place = location.rpartition(":")[0]
+    is_file = place.endswith(".py")
+    if Path(place).is_file() if is_file else _is_package(place.partition(".")[0]):
+        return
+    refuse(
+        f"{where}: {location} cannot be loaded (there is no {place}); needs package.module:name"
+        f"{' or path/to/file.py:name' if where == 'reward.function' else ''}; change it"
+    )
+
+
+def _is_package(name: str) -> bool:
+    return bool(name) and importlib.util.find_spec(name) is not None
