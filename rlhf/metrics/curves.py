@@ -1,27 +1,21 @@
-"""Curves of a run as a picture, drawn from its metrics.jsonl."""
+"""Curves of one run, or of several over one another, as a picture. Knows series of numbers and no trainer."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import MaxNLocator
+from matplotlib.lines import Line2D
 
-from rlhf.metrics.names import time_name
+from rlhf.metrics.palette import COLOURS, FAINT, INK, dress, phase_colours, run_colours, whole_steps, write_png
+from rlhf.metrics.series import Points, RunSeries, phase_seconds, smoothed
 
-INK, FAINT, GRID = "#1f2430", "#6b7280", "#e5e7eb"
-COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#db2777", "#0891b2", "#ca8a04", "#64748b")
 MANY_STEPS = 40  # from here on a line is smoothed, the raw values stay faint behind it
-NUM_COLUMNS = 3
-BRACKETS = {"step", "training"}  # phases that hold phases of other names
-OUTSIDE_STEP = {"evaluate", "save"}
-
-Series = Mapping[str, Sequence[tuple[int, float]]]
+STYLES = ("-", "--", ":")  # of the lines of one panel, where colours tell runs apart
+LABEL_CHARS = 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +30,14 @@ class Panel:
 
 
 PANELS = (
-    Panel("Loss", (("sft/loss", "cross entropy"),)),
+    Panel("Cross entropy of the answers", (("sft/loss", "nats per token"),)),
     Panel("Reward", (("reward/mean", "mean reward"),), points=(("held_out/solved", "held-out solved"),)),
     Panel("KL to the reference", (("kl/ref", "per token"),)),
     Panel("Entropy", (("actor/entropy", "nats per token"),)),
     Panel("Response length", (("length/response_mean", "mean"), ("length/response_max", "longest"))),
+    Panel("Policy loss", (("actor/loss", "actor"),)),
+    Panel("Value loss", (("critic/loss", "critic"),)),
+    Panel("Share of tokens clipped", (("actor/clip_fraction", "policy"), ("critic/clip_fraction", "values"))),
     Panel(
         "Gradient norm",
         (("actor/grad_norm", "actor"), ("critic/grad_norm", "critic"), ("sft/grad_norm", "model")),
@@ -54,119 +51,168 @@ PANELS = (
 )
 
 
-def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """(step, value) pairs of each metric in a metrics.jsonl; nulls and lines cut short by a crash are left out."""
-    series: dict[str, list[tuple[int, float]]] = {}
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            continue
-        step = line.pop("step")
-        for name, value in line.items():
-            if value is not None:
-                series.setdefault(name, []).append((step, value))
-    return series
+def draw_curves(runs: Sequence[RunSeries], picture: Path, *, smooth: int = 0) -> None:
+    """Draw one run, or several with a colour each, into a PNG, whole or not at all. See `curves_figure`."""
+    write_png(curves_figure(runs, smooth=smooth), picture)
 
 
-def draw_curves(metrics: Path, picture: Path, *, title: str) -> None:
-    """Draw the curves of a metrics.jsonl into a PNG; a panel without numbers is left out."""
-    series = read_metrics(metrics)
-    panels = [panel for panel in PANELS if any(name in series for name, _ in panel.lines + panel.points)]
-    phases = phase_seconds(series)
+def curves_figure(runs: Sequence[RunSeries], *, smooth: int = 0) -> Figure:
+    """The picture of at least one run; a panel that no run has numbers for is left out.
+
+    smooth: Steps that a line is averaged over; 0 is a tenth of them where there are many, 1 is none.
+    """
+    panels = [panel for panel in PANELS if any(name in run.metrics for run in runs for name in _names(panel))]
+    phases = {i: found for i, run in enumerate(runs) if (found := phase_seconds(run.metrics))}
     num_panels = max(1, len(panels) + bool(phases))
-    columns = min(NUM_COLUMNS, num_panels)
-    rows = math.ceil(num_panels / columns)
-    size = (4.6 * columns, 2.9 * rows + 0.5)
-    layout = ConstrainedLayoutEngine(h_pad=0.09, w_pad=0.09)
-    figure = Figure(figsize=size, dpi=110, layout=layout, facecolor="white")
-    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=13, fontweight="bold")
-    axes = [figure.add_subplot(rows, columns, i + 1) for i in range(num_panels)]
+    columns = min(num_panels, 3 if num_panels <= 12 else 4)
+    figure, axes = _figure(num_panels, columns)
     for ax, panel in zip(axes, panels, strict=False):
-        _draw(ax, panel, series)
-    if phases:
-        _draw_phases(axes[len(panels)], phases)
-    part = picture.with_name(f".{picture.name}.part")
-    FigureCanvasAgg(figure).print_png(str(part))
-    part.replace(picture)
+        dress(ax, panel.title)
+        _draw(ax, panel, runs, smooth)
+        whole_steps(ax)
+    if phases and len(runs) == 1:
+        _stack_phases(axes[-1], phases[0])
+    elif phases:
+        _compare_phases(axes[-1], runs, phases)
+    for ax in axes[max(0, num_panels - columns) : len(panels)]:
+        ax.set_xlabel("step", fontsize=8, color=FAINT)
+    _head(figure, runs)
+    return figure
 
 
-def phase_seconds(series: Series) -> dict[str, Sequence[tuple[int, float]]]:
-    """Mean seconds over the ranks of each phase that holds no other, longest first, then the rest of the step."""
-    prefix, suffix = time_name("|").split("|")
-    names = [name for name in series if name.startswith(prefix) and name.endswith(suffix)]
-    phases = {name.removeprefix(prefix).removesuffix(suffix): series[name] for name in names}
-    holders = {phase.partition("/")[0] for phase in phases if "/" in phase} | BRACKETS
-    leaves = {phase: points for phase, points in phases.items() if phase not in holders}
-    ordered = dict(sorted(leaves.items(), key=lambda item: -sum(value for _, value in item[1])))
-    inside = [dict(points) for phase, points in leaves.items() if phase not in OUTSIDE_STEP]
-    rest = [(step, max(0.0, s - sum(part.get(step, 0.0) for part in inside))) for step, s in phases.get("step", ())]
-    return {**ordered, "other": rest} if leaves and rest else ordered
+def _names(panel: Panel) -> list[str]:
+    return [name for name, _ in panel.lines + panel.points]
 
 
-def smoothed(values: Sequence[float], reach: int) -> list[float]:
-    """Mean over each value and up to `reach` values on either side of it."""
-    windows = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
-    return [math.fsum(window) / len(window) for window in windows]
+def _figure(num_panels: int, columns: int) -> tuple[Figure, list[Axes]]:
+    rows = math.ceil(num_panels / columns)
+    layout = ConstrainedLayoutEngine(h_pad=0.09, w_pad=0.09)
+    figure = Figure(figsize=(4.6 * columns, 2.9 * rows + 0.5), dpi=110, layout=layout, facecolor="white")
+    return figure, [figure.add_subplot(rows, columns, i + 1) for i in range(num_panels)]
 
 
-def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+def _head(figure: Figure, runs: Sequence[RunSeries]) -> None:
+    """The name of the run, or a legend of several."""
+    if len(runs) == 1:
+        figure.suptitle(
+            f"{runs[0].label}, {runs[0].num_steps} steps", x=0.01, ha="left", color=INK, fontsize=13, fontweight="bold"
+        )
+        return
+    handles = [
+        Line2D([], [], color=colour, linewidth=2.4, label=f"{_short(run.label)}, {run.num_steps} steps")
+        for colour, run in zip(run_colours(len(runs)), runs, strict=True)
+    ]
+    figure.legend(
+        handles=handles, loc="outside upper left", ncols=min(4, len(runs)), frameon=False, fontsize=11, labelcolor=INK
+    )
+
+
+def _draw(ax: Axes, panel: Panel, runs: Sequence[RunSeries], smooth: int) -> None:
+    present = [(name, label) for name, label in panel.lines if any(name in run.metrics for run in runs)]
+    drawn = [run.metrics[name] for run in runs for name, _ in present if name in run.metrics]
+    if panel.log and drawn and all(value > 0 for points in drawn for _, value in points):
+        ax.set_yscale("log")
+        ax.tick_params(which="minor", labelsize=7, colors=FAINT, length=0)
+    several = len(runs) > 1
+    for run, run_colour in zip(runs, run_colours(len(runs)), strict=True):
+        for i, (name, label) in enumerate(present):
+            colour, style = (run_colour, STYLES[i % len(STYLES)]) if several else (COLOURS[i], "-")
+            _line(ax, run.metrics.get(name, ()), smooth, colour=colour, style=style, label=label)
+        for name, label in panel.points:
+            steps, values = _columns(run.metrics.get(name, ()))
+            colour = run_colour if several else COLOURS[1]
+            ax.plot(steps, values, "o--", color=colour, markersize=5, linewidth=0.8, label=label if steps else None)
+    _panel_legend(ax, several=several)
+
+
+def _line(ax: Axes, points: Points, smooth: int, *, colour: str, style: str, label: str) -> None:
+    steps, values = _columns(points)
+    if not steps:
+        return
+    reach = (smooth or (len(steps) // 10 if len(steps) >= MANY_STEPS else 1)) // 2
+    if reach:
+        ax.plot(steps, values, color=colour, alpha=0.22, linewidth=0.8)
+        values = smoothed(values, reach)
+    marker = "." if len(steps) < 3 else None
+    ax.plot(steps, values, color=colour, linestyle=style, linewidth=1.6, label=label, marker=marker)
+
+
+def _panel_legend(ax: Axes, *, several: bool) -> None:
+    """Which line is which metric; with several runs by the style of the line alone."""
+    lines = [line for line in ax.get_legend_handles_labels()[0] if isinstance(line, Line2D)]
+    first = {str(line.get_label()): line for line in reversed(lines)}
+    if len(first) < 2:
+        return
+    shown = [
+        Line2D(
+            [],
+            [],
+            color=FAINT if several else line.get_color(),
+            linestyle=line.get_linestyle(),
+            linewidth=line.get_linewidth(),
+            marker="o" if line.get_marker() == "o" else None,
+            markersize=5,
+            label=label,
+        )
+        for label, line in reversed(first.items())
+    ]
+    ax.legend(handles=shown, fontsize=8, frameon=True, framealpha=0.8, edgecolor="white", labelcolor=INK, loc="best")
+
+
+def _columns(points: Points) -> tuple[list[int], list[float]]:
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _draw(ax: Axes, panel: Panel, series: Series) -> None:
-    _dress(ax, panel.title)
-    present = [(name, label) for name, label in panel.lines if name in series]
-    positive = all(value > 0 for name, _ in present for _, value in series[name])
-    if panel.log and present and positive:
-        ax.set_yscale("log")
-        ax.tick_params(which="minor", labelsize=7, colors=FAINT, length=0)
-    for colour, (name, label) in zip(COLOURS, present, strict=False):
-        steps, values = _columns(series[name])
-        if len(steps) >= MANY_STEPS:
-            ax.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
-            values = smoothed(values, len(values) // 20)
-        ax.plot(steps, values, color=colour, linewidth=1.6, label=label, marker="." if len(steps) < 3 else None)
-    for name, label in panel.points:
-        if name in series:
-            steps, values = _columns(series[name])
-            ax.plot(steps, values, "o--", color=COLOURS[1], markersize=5, linewidth=0.8, label=label)
-    if len(ax.get_legend_handles_labels()[0]) > 1:
-        _legend(ax)
-    _whole_steps(ax)
-
-
-def _draw_phases(ax: Axes, phases: Mapping[str, Sequence[tuple[int, float]]]) -> None:
-    _dress(ax, "Seconds per phase")
+def _stack_phases(ax: Axes, phases: Mapping[str, Points]) -> None:
+    """Seconds of each phase over the steps."""
+    dress(ax, "Seconds per phase")
     steps = sorted({step for points in phases.values() for step, _ in points})
     stacks = [[dict(points).get(step, 0.0) for step in steps] for points in phases.values()]
     edges: Sequence[float] = steps
     if len(steps) == 1:
         edges, stacks = [steps[0] - 0.4, steps[0] + 0.4], [stack * 2 for stack in stacks]
-    ax.stackplot(edges, stacks, labels=list(phases), colors=COLOURS, alpha=0.85, linewidth=0)
-    ax.set_ylim(0, 1.3 * max(map(sum, zip(*stacks, strict=True))))  # room for the legend
-    ax.legend(fontsize=7, frameon=False, labelcolor=INK, loc="upper left", ncols=3, columnspacing=1.0, handlelength=1.0)
-    _whole_steps(ax)
+    colours = list(phase_colours(phases).values())
+    ax.stackplot(edges, stacks, labels=list(phases), colors=colours, linewidth=0)
+    ax.set_ylim(0, 1.4 * max(map(sum, zip(*stacks, strict=True))))  # room for the legend
+    _phase_legend(ax)
+    whole_steps(ax)
 
 
-def _dress(ax: Axes, title: str) -> None:
-    ax.set_title(title, loc="left", fontsize=10, color=INK)
-    ax.grid(axis="y", color=GRID, linewidth=0.8)
-    ax.set_axisbelow(True)
-    ax.tick_params(colors=FAINT, labelsize=8, length=0)
-    ax.margins(x=0.02)
-    for side in ("top", "right", "left"):
-        ax.spines[side].set_visible(False)
-    ax.spines["bottom"].set_color(FAINT)
+def _compare_phases(ax: Axes, runs: Sequence[RunSeries], phases: Mapping[int, Mapping[str, Points]]) -> None:
+    """One bar a run: seconds a step of each phase, over the steps that were timed."""
+    dress(ax, "Seconds per step, by phase", grid="x")
+    names = list(dict.fromkeys(name for of in phases.values() for name in of if name != "other"))
+    names += ["other"] if any("other" in of for of in phases.values()) else []
+    colours, longest = phase_colours(names), 0.0
+    for row, (i, of) in enumerate(phases.items()):
+        num_steps = len({step for points in of.values() for step, _ in points})
+        left = 0.0
+        for name in names:
+            width = math.fsum(value for _, value in of.get(name, ())) / num_steps
+            ax.barh(row, width, left=left, color=colours[name], height=0.4, label=name if row == 0 else None)
+            left += width
+        ax.text(left, row, f" {left:.3g}", va="center", fontsize=8, color=FAINT)
+        colour = run_colours(len(runs))[i]
+        ax.text(0, row - 0.24, _short(runs[i].label), va="bottom", fontsize=8, color=colour)
+        longest = max(longest, left)
+    ax.set_yticks([])
+    ax.set_xlim(0, 1.12 * longest)
+    ax.set_ylim(len(phases) - 0.6, -0.6 - 0.4 * len(phases) - 0.3)  # first run on top, room for the legend
+    _phase_legend(ax)
 
 
-def _legend(ax: Axes) -> None:
-    ax.legend(fontsize=8, frameon=True, framealpha=0.8, edgecolor="white", labelcolor=INK, loc="best")
+def _phase_legend(ax: Axes) -> None:
+    ax.legend(
+        fontsize=7,
+        framealpha=1.0,
+        edgecolor="none",
+        labelcolor=INK,
+        loc="upper left",
+        ncols=3,
+        columnspacing=1.0,
+        handlelength=1.0,
+    )
 
 
-def _whole_steps(ax: Axes) -> None:
-    """Ticks at whole steps, also when there is one step only."""
-    low, high = ax.get_xlim()
-    if high - low < 1.0:
-        ax.set_xlim(low - 0.6, high + 0.6)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
+def _short(label: str) -> str:
+    return label if len(label) <= LABEL_CHARS else f"...{label[3 - LABEL_CHARS :]}"

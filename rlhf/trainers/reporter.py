@@ -19,6 +19,7 @@ from rlhf.metrics.console import ProgressDisplay
 from rlhf.metrics.names import HeldOutMetrics, StepMetrics
 from rlhf.metrics.report import BeforeAfter, FinalReport
 from rlhf.metrics.run_folder import RunFolder, Summary
+from rlhf.metrics.series import RunSeries, read_metrics
 from rlhf.metrics.sinks import SinkSet
 from rlhf.metrics.timers import Timers
 from rlhf.trainers.evaluation import EvaluationResult, sample_records
@@ -144,7 +145,7 @@ class Reporter:
                 more={"held_out_problems": before.problems if before else 0},
             )
         )
-        draw_curves(desk.folder.metrics, desk.folder.curves, title=self._config.name)
+        draw_curves([RunSeries(self._config.name, read_metrics(desk.folder.metrics))], desk.folder.curves)
         report = FinalReport(
             run_folder=desk.folder.path,
             steps=len(self._rewards),

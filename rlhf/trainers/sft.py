@@ -22,6 +22,7 @@ from rlhf.metrics.names import SFTMetrics, StepMetrics
 from rlhf.metrics.reduce import reduce_over_ranks
 from rlhf.metrics.report import FinalReport
 from rlhf.metrics.run_folder import Summary
+from rlhf.metrics.series import RunSeries, read_metrics
 from rlhf.metrics.timers import Timers
 from rlhf.trainers.losses import make_answer_loss
 from rlhf.trainers.reporter import NAN, Desk
@@ -106,7 +107,7 @@ class SFTLoop:
                 more=more,
             )
         )
-        draw_curves(desk.folder.metrics, desk.folder.curves, title=self.config.name)
+        draw_curves([RunSeries(self.config.name, read_metrics(desk.folder.metrics))], desk.folder.curves)
         report = FinalReport(
             run_folder=desk.folder.path,
             steps=len(losses),
