@@ -39,10 +39,11 @@ class Ending:
     """The ways out of a job for one rank, other than its good end. The first one taken is the only one."""
 
     def __init__(
-        self, run_folder: Path, *, heart: Heart, logs: RankLogs, peers: Callable[[], list[PeerView]], launched: bool
+        self, run_folder: Path, *, heart: Heart, logs: RankLogs, peers: Callable[[], list[PeerView]], launcher: int
     ) -> None:
+        """`launcher` is the process id of scripts/launch.sh, which completes exit.json; 0 without one."""
         self._run_folder, self._heart, self._logs, self._peers = run_folder, heart, logs, peers
-        self._launched = launched
+        self._launcher = launcher
         self._leaving = threading.Lock()
 
     def raised(self, error: BaseException) -> NoReturn:
@@ -83,8 +84,11 @@ class Ending:
         blame = dead_peer(self._peers())
         if blame is not None:
             self._announce(self._blaming(blame), f"{blame.reason}\n")
-        elif not self._launched:
+        elif not self._launcher:
             claim(self._run_folder, ExitRecord(code=ExitCode.RANK_FAILED, reason="ended by SIGTERM"))
+        elif not psutil.pid_exists(self._launcher):  # nobody else is left to tell
+            reason = f"the launcher on host {self._heart.last.host} was killed"
+            claim(self._run_folder, ExitRecord(code=ExitCode.RANK_FAILED, reason=reason))
         self._logs.write("ended by SIGTERM")
         self._heart.beat(TERMINATED)
         end_children()

@@ -88,11 +88,14 @@ def read_beats(run_folder: Path) -> list[Beat]:
 
 def process_state(beat: Beat) -> str:
     """Of the beat's process: running, stopped or dead; unknown when it lives on another machine."""
-    if beat.machine != this_machine():
-        return "unknown"
+    return state_of(beat.pid, beat.started) if beat.machine == this_machine() else "unknown"
+
+
+def state_of(pid: int, started: float) -> str:
+    """Of a process of this machine that began at `started` (seconds since the epoch): running, stopped or dead."""
     try:
-        process = psutil.Process(beat.pid)
-        if abs(process.create_time() - beat.started) > 2.0:  # the pid belongs to somebody else by now
+        process = psutil.Process(pid)
+        if abs(process.create_time() - started) > 2.0:  # the pid belongs to somebody else by now
             return "dead"
         status = process.status()
     except psutil.NoSuchProcess:

@@ -60,8 +60,8 @@ class _Place:
     local_world_size: int
     torchrun: bool
     """Started by torchrun; else alone, as under a debugger."""
-    launched: bool
-    """torchrun was started by scripts/launch.sh, which clears old marks and completes the exit record."""
+    launcher: int
+    """Process id of scripts/launch.sh, which clears old marks and completes the exit record; 0 without one."""
 
     @property
     def one_host(self) -> bool:
@@ -78,13 +78,15 @@ class _Place:
 def _read_place() -> _Place:
     env = os.environ  # noqa: TID251
     torchrun = "RANK" in env
+    if "RLHF_NODE_RANK" in env:  # c10d rendezvous numbers the nodes by their addresses, users by --node-rank
+        env["RANK"] = str(int(env["RLHF_NODE_RANK"]) * int(env["LOCAL_WORLD_SIZE"]) + int(env["LOCAL_RANK"]))
     return _Place(
         rank=int(env.get("RANK", "0")),
         world_size=int(env.get("WORLD_SIZE", "1")),
         local_rank=int(env.get("LOCAL_RANK", "0")),
         local_world_size=int(env.get("LOCAL_WORLD_SIZE", "1")),
         torchrun=torchrun,
-        launched="RLHF_JOB_ID" in env,
+        launcher=int(env.get("RLHF_LAUNCHER_PID", "0")),
     )
 
 
@@ -140,7 +142,7 @@ class job:  # noqa: N801  # reads as `with job(config) as ranks`
 
     def __enter__(self) -> Ranks:
         place, host = self._place, socket.gethostname()
-        if place.rank == 0 and not place.launched and self._run_folder.exists():
+        if place.rank == 0 and not place.launcher and self._run_folder.exists():
             clear_marks(self._run_folder)
         self._children_before = {child.pid for child in psutil.Process().children(recursive=True)}
         self._logs = RankLogs(self._run_folder, place.rank)
@@ -161,7 +163,7 @@ class job:  # noqa: N801  # reads as `with job(config) as ranks`
             heart=self._heart,
             logs=self._logs,
             peers=self._watchdog.peers,
-            launched=place.launched,
+            launcher=place.launcher,
         )
         self._stop = StopRequest(self._run_folder)
         self._signals = SignalThread(

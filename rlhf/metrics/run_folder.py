@@ -14,7 +14,7 @@ from pathlib import Path
 from rlhf.errors import ConfigError
 from rlhf.metrics.jsontext import strict_json
 
-JOB_FILES = {"logs", "heartbeat", "exit.json", "stop"}  # of the job that is running now; it tends them itself
+JOB_FILES = {"logs", "heartbeat", "nodes", "exit.json", "stop"}  # of the job that is running now; it tends them itself
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhf.dist.aftermath import completed_record, processes_of, sweep, verdict
+from rlhf.dist.aftermath import finding_of, processes_of, settled, sweep, verdict
 from rlhf.dist.exit_record import ExitCode, ExitRecord, claim, clear_marks, exit_path, read_record
 from rlhf.dist.heartbeat import FINISHED, Beat, this_machine
 from tests.scripts.launched import CONFIG
@@ -25,7 +25,8 @@ def beat(rank: int, state: str = "running") -> Beat:
 
 
 def complete(folder: Path, *, beats: list[Beat], torchrun_code: int, signal: str = "") -> ExitRecord:
-    return completed_record(folder, beats, torchrun_code=torchrun_code, signal=signal, launcher_log=LOG)
+    finding = finding_of(beats, torchrun_code=torchrun_code, signal=signal, node="", launcher_log=LOG)
+    return settled(folder, [finding] if torchrun_code else [])
 
 
 def test_the_first_claim_stands(tmp_path: Path) -> None:
@@ -121,21 +122,24 @@ def test_clear_marks_leaves_the_work(tmp_path: Path) -> None:
     assert all((tmp_path / name).exists() for name in kept)
 
 
-def test_sweep_takes_the_jobs_processes_and_no_others() -> None:
+def test_sweep_takes_the_nodes_processes_and_no_others() -> None:
+    def env(job_id: str, node_rank: int) -> dict[str, str]:
+        return {**os.environ, "RLHF_JOB_ID": job_id, "RLHF_NODE_RANK": str(node_rank)}
+
     sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
-    ours = subprocess.Popen(sleeper, env={**os.environ, "RLHF_JOB_ID": "job_1"}, start_new_session=True)
-    other = subprocess.Popen(sleeper, env={**os.environ, "RLHF_JOB_ID": "job_12"})
+    ours = subprocess.Popen(sleeper, env=env("job_1", 1), start_new_session=True)
+    others = [subprocess.Popen(sleeper, env=env("job_12", 1)), subprocess.Popen(sleeper, env=env("job_1", 0))]
     segment = Path(f"/dev/shm/torch_{ours.pid}_17_0")
     try:
         segment.touch()
-        assert [process.pid for process in processes_of("job_1")] == [ours.pid]
-        said = sweep("job_1", [], patience_s=0.1)
+        assert [process.pid for process in processes_of("job_1", 1)] == [ours.pid]
+        said = sweep("job_1", 1, [], patience_s=0.1)
         assert len(said) == 2
         assert not psutil.pid_exists(ours.pid)
         assert not segment.exists()
-        assert other.poll() is None
+        assert [other.poll() for other in others] == [None, None]
     finally:
         segment.unlink(missing_ok=True)
-        for process in (ours, other):
+        for process in (ours, *others):
             process.kill()
             process.wait()

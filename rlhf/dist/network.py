@@ -1,0 +1,37 @@
+"""Which address and interface of this node lead to another one. Sends nothing; knows no torch."""
+
+import socket
+
+import psutil
+
+
+def address_towards(host: str) -> str:
+    """This node's address on the network that leads to `host`, a name or an address.
+
+    Raises:
+        OSError: The name is unknown here, or there is no way to it.
+    """
+    family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(where)  # of a datagram socket: picks the route, sends nothing
+        return probe.getsockname()[0]
+
+
+def interface_of(address: str) -> str:
+    """Name of the interface that has the address; empty when none has."""
+    for name, found in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in found):
+            return name
+    return "lo" if address.startswith("127.") and "lo" in psutil.net_if_addrs() else ""
+
+
+def check_port(port: int) -> None:
+    """Whether a server could listen on the port.
+
+    Raises:
+        OSError: It is taken, or not ours to take.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("", port))
+        probe.listen()
