@@ -58,6 +58,7 @@ class Plan:
         self.ranks: tuple[int, ...] = tuple(sorted({*src.ranks, *dst.ranks}))
         """Ranks of either pool, ascending."""
         self._sources: dict[tuple[str, Box], dict[int, int]] = {}
+        self._cuts: dict[tuple[str, Box], tuple[tuple[Box, Box], ...] | None] = {}
 
     def of(self, rank: int) -> RankPlan:
         """The part of one rank; a rank of neither pool has an empty one.
@@ -91,6 +92,11 @@ class Plan:
 
     def _cover(self, wanted: list[Box], dst_rank: int, tensor: str) -> Iterator[Move]:
         """Cut wanted blocks along the source boxes, nearest holders first."""
+        cuts = self._cuts_of(tensor, wanted[0]) if len(wanted) == 1 else None
+        if cuts is not None:
+            for box, src_box in cuts:
+                yield Move(tensor, box, self._source(tensor, src_box, dst_rank), dst_rank)
+            return
         near = [box for box in self.src_index.boxes(tensor) if any(part.intersect(box) is not None for part in wanted)]
         if len(near) > 1:
             near.sort(key=lambda box: self._distance(self._source(tensor, box, dst_rank), dst_rank))
@@ -106,6 +112,20 @@ class Plan:
             wanted = rest
         if wanted:
             raise LayoutError(f"reshard: no source rank holds {tensor} at {wanted[0].spans}; correct the source layout")
+
+    def _cuts_of(self, tensor: str, wanted: Box) -> tuple[tuple[Box, Box], ...] | None:
+        """(part of a wanted block, source box with it) where source boxes do not overlap: the same for every rank.
+
+        None where they overlap and the rank's own place decides, or where they leave a part out.
+        """
+        key = (tensor, wanted)
+        if key not in self._cuts:
+            found = [(wanted.intersect(box), box) for box in self.src_index.boxes(tensor)]
+            parts = [(part, box) for part, box in found if part is not None]
+            overlap = any(a.intersect(b) is not None for at, (a, _) in enumerate(parts) for b, _ in parts[:at])
+            whole = sum(part.num_elements for part, _ in parts) == wanted.num_elements
+            self._cuts[key] = tuple(parts) if whole and not overlap else None
+        return self._cuts[key]
 
     def _sends(self, rank: int) -> Iterator[Move]:
         for tensor, held in self.src_index.of_rank(rank).items():

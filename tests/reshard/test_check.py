@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlhf.reshard.cells import Cells
-from rlhf.reshard.check import certify, check_arrivals, lower_bound
+from rlhf.reshard.check import Known, certify, check_arrivals, lower_bound
 from rlhf.reshard.layout import Box
 from rlhf.reshard.plan import RankPlan, make_plan
 from rlhf.reshard.topology import Topology
@@ -53,6 +53,32 @@ def test_move_from_a_rank_that_does_not_hold_the_block_is_found():
     moves = PLAN.of(1).receives
     with pytest.raises(AssertionError, match="does not hold"):
         check_arrivals(PLAN, broken(receives=(dataclasses.replace(moves[0], src_rank=1), *moves[1:])))
+
+
+def test_what_is_known_of_a_rank_hides_no_fault_of_another_like_it():
+    plan = make_plan(
+        source(TOY, tp=1, stages=(1, 1), dp=1),
+        engine(TOY, tp=1, dp=4, twice=True),
+        Topology.blocks(4, ranks_per_node=4),
+    )
+    known, sound = Known(), plan.of(3)
+    check_arrivals(plan, plan.of(2), known)
+    assert [move.box for move in plan.of(2).receives] == [move.box for move in sound.receives]  # alike
+    check_arrivals(plan, sound, known)
+    for kind in ("receives", "echoes"):
+        moves = getattr(sound, kind)
+        for at in range(len(moves)):
+            for wrong in (moves[:at] + moves[at + 1 :], (*moves, moves[at])):
+                with pytest.raises(AssertionError, match="once"):
+                    check_arrivals(plan, dataclasses.replace(sound, **{kind: wrong}), known)
+    at = next(at for at, move in enumerate(sound.receives) if move.tensor.startswith("0."))  # of one stage
+    other = dataclasses.replace(sound.receives[at], src_rank=1 - sound.receives[at].src_rank)
+    with pytest.raises(AssertionError, match="does not hold"):
+        check_arrivals(
+            plan, dataclasses.replace(sound, receives=(*sound.receives[:at], other, *sound.receives[at + 1 :])), known
+        )
+    brute = brute_force_bound(plan.src, plan.dst)
+    assert {rank: lower_bound(plan, rank, known) for rank in range(4)} == brute
 
 
 def test_bound_equals_brute_force():
