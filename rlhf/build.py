@@ -234,7 +234,7 @@ def _owner_side(config: PPORunConfig, folder: Path, ownership: Ownership, site: 
     log_path = site.ranks.run_folder / "logs" / f"reward_{site.ranks.rank}.log"
     return OwnerSide(
         prompts=prompts,
-        held_out=prompts.held_out(index, len(ownership.leaders)),
+        held_out=prompts.held_out(index, len(ownership.leaders), samples=config.eval.samples_per_prompt),
         scorer=Scorer(RewardFunction(config.reward, log_path=log_path), tokenizer, site.ranks.progress),
         stop_ids=stop_ids,
     )
@@ -265,6 +265,7 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
         rank=rank,
         ownership=ownership,
         owners_group=owners_group,
+        everyone=site.everyone,
         prompts=owner.prompts if owner else None,
         engine=engine,
         policy_sync=PolicySync(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from rlhf.config.algorithm import PPOConfig, SFTConfig
-from rlhf.config.checks import at_least, folder_name, more_than, one_of, refuse
+from rlhf.config.checks import at_least, between, folder_name, more_than, one_of, refuse
 from rlhf.config.data import DataConfig, RewardConfig
 from rlhf.config.model import FrozenRoleConfig, TrainedRoleConfig
 from rlhf.config.rollout import RolloutConfig, SamplingConfig
@@ -77,11 +77,22 @@ class EvalConfig:
     """Evaluate every so many steps; 0 only before the first and after the last."""
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
     """Distribution of the evaluated responses."""
+    samples_per_prompt: int = 1
+    """Responses to each held-out problem."""
+    pass_k: int = 1
+    """k of held_out/pass_at_k: how likely one of k responses solves a problem; at most samples_per_prompt."""
     solved_at: float = 1.0
     """A response counts as solved when its reward is at least this."""
 
     def __post_init__(self) -> None:
         at_least("eval.every_steps", self.every_steps, 0)
+        if at_least("eval.samples_per_prompt", self.samples_per_prompt, 1):
+            between("eval.pass_k", self.pass_k, 1, self.samples_per_prompt)
+        if self.samples_per_prompt > 1 and self.sampling.temperature == 0.0:
+            refuse(
+                f"eval.samples_per_prompt: {self.samples_per_prompt} given, but eval.sampling.temperature = 0 gives "
+                f"the same response each time; needs one sample or a temperature; set eval.sampling.temperature=1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +137,7 @@ class PPORunConfig:
         one_of("trainer", self.trainer, ("ppo",))
         at_least("num_steps", self.num_steps, 1)
         self._check_rollout()
+        self._check_lengths()
         self._check_eval()
         if self.reward.function.startswith("rlhf.reward.gym:") and self.data.source != "reasoning_gym":
             refuse(
@@ -156,6 +168,20 @@ class PPORunConfig:
                     f"{name}.max_new_tokens = {self.data.max_prompt_tokens} + {sampling.max_new_tokens}; "
                     f"raise the first or lower one of the others"
                 )
+
+    def _check_lengths(self) -> None:
+        longest, penalty = self.rollout.sampling.max_new_tokens, self.ppo.length_penalty
+        if penalty.min_tokens > longest:
+            refuse(
+                f"ppo.length_penalty.min_tokens: {penalty.min_tokens} is more than rollout.sampling.max_new_tokens = "
+                f"{longest}, so that every response is too short; lower the first"
+            )
+        if penalty.max_tokens and penalty.max_tokens - penalty.cache_tokens >= longest:
+            refuse(
+                f"ppo.length_penalty.max_tokens: with cache_tokens = {penalty.cache_tokens} the penalty begins beyond "
+                f"{penalty.max_tokens - penalty.cache_tokens} tokens, and no response is longer than "
+                f"rollout.sampling.max_new_tokens = {longest}; lower the first or raise cache_tokens"
+            )
 
     def _check_eval(self) -> None:
         if self.eval.every_steps and not self.data.held_out:

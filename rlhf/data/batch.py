@@ -1,4 +1,4 @@
-"""The typed batches that flow through a step: PromptBatch -> Rollout -> ScoredRollout -> Experience.
+"""The typed batches of a step: PromptBatch -> Rollout -> ScoredRollout -> ShapedRollout -> Experience.
 
 Every field has one entry per row: a tensor with the rows in dim 0, a Ragged, a tuple, or an earlier batch. Shape
 letters: B = rows on this rank, T = tokens of a row's response.
@@ -74,6 +74,19 @@ class ScoredRollout(Table):
 
 
 @dataclass(frozen=True, slots=True)
+class ShapedRollout(Table):
+    """Responses with what is learned from their scores."""
+
+    scored: ScoredRollout
+    adjusted: Tensor = column(torch.float32)
+    """float32 [B]. Score after the rules for truncated, short and long responses, before normalisation."""
+    rewards: Tensor = column(torch.float32)
+    """float32 [B]. Normalised and clipped; it lands on the response's last token."""
+    counts: Tensor = column(torch.bool)
+    """bool [B]; False rows take part in no loss: invalid ones, and truncated ones that are masked."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sequences(Table):
     """What a model needs to score responses: prompt and response as one sequence."""
 
@@ -117,7 +130,7 @@ class ValueRows(Table):
 class Experience(Table):
     """All that the losses need. Token fields are aligned with the responses."""
 
-    scored: ScoredRollout
+    shaped: ShapedRollout
     old_logprobs: Ragged = column(torch.float32)
     ref_logprobs: Ragged = column(torch.float32)
     values: Ragged = column(torch.float32)
@@ -128,3 +141,8 @@ class Experience(Table):
     returns: Ragged = column(torch.float32)
     loss_mask: Ragged = column(torch.bool)
     """bool; True on tokens that count in the loss."""
+
+    @property
+    def scored(self) -> ScoredRollout:
+        """Responses with their scores."""
+        return self.shaped.scored

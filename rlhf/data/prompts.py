@@ -39,27 +39,26 @@ def open_problems(
 
 
 class PromptSource:
-    """Prompts to be answered. Steps may be asked for in any order, again and again: the same numbers, the same rows."""
+    """Prompts to be answered, from any position on, in any order, again and again: the same numbers, the same rows."""
 
     def __init__(self, problems: Problems, *, prompts_per_step: int, samples_per_prompt: int) -> None:
         self.problems = problems
         self.prompts_per_step, self.samples_per_prompt = prompts_per_step, samples_per_prompt
 
-    def rows_of(self, step: int, owner: int, num_owners: int) -> PromptBatch:
-        """Rows of one owner in a step (counted from 0), ordered by sample id.
+    def rows_of(self, first: int, owner: int, num_owners: int) -> PromptBatch:
+        """Rows of one owner in the step whose prompts begin at a position of the stream, ordered by sample id.
 
-        Sample k of prompt p has sample id (step * prompts_per_step + p) * samples_per_prompt + k and prompt id
-        step * prompts_per_step + p. May have no rows.
+        Prompt p of the step has prompt id first + p, and its sample k has sample id (first + p) * samples_per_prompt +
+        k. May have no rows.
         """
-        first = step * self.prompts_per_step
         ids = [first + p for p in range(owner, self.prompts_per_step, num_owners)]
         return prompt_batch(ids, [self.problems.train(i) for i in ids], self.samples_per_prompt)
 
-    def held_out(self, owner: int, num_owners: int) -> PromptBatch:
-        """Rows of one owner among the held-out prompts, one sample each; ids begin at FIRST_HELD_OUT_ID."""
+    def held_out(self, owner: int, num_owners: int, *, samples: int = 1) -> PromptBatch:
+        """Rows of one owner among the held-out prompts, so many samples each; ids begin at FIRST_HELD_OUT_ID."""
         prompts = self.problems.held_out()
         mine = range(owner, len(prompts), num_owners)
-        return prompt_batch([FIRST_HELD_OUT_ID + i for i in mine], [prompts[i] for i in mine], 1)
+        return prompt_batch([FIRST_HELD_OUT_ID + i for i in mine], [prompts[i] for i in mine], samples)
 
     def report(self) -> DataReport:
         """What became of the source's rows."""

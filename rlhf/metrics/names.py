@@ -13,7 +13,7 @@ from rlhf.metrics.spread import MinMeanMax
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardMetrics:
-    """Scores of the step's responses."""
+    """Scores of the step's responses, as the reward function gave them."""
 
     mean: float
     """Mean reward."""
@@ -27,6 +27,22 @@ class RewardMetrics:
     """Share of responses with a reward of at least eval.solved_at."""
     failed: float
     """Responses whose reward function raised, hung or gave no finite number."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShapingMetrics:
+    """What the step learned from: rewards after truncation and length rules, normalisation and clip."""
+
+    mean: float
+    """Mean shaped reward of the responses that count in the losses."""
+    std: float
+    """Standard deviation of the shaped reward."""
+    short: float
+    """Share of responses penalised for fewer than ppo.length_penalty.min_tokens tokens."""
+    long: float
+    """Share of responses penalised for their length by ppo.length_penalty.max_tokens and cache_tokens."""
+    left_out: float
+    """Scored responses left out of the losses because they were truncated (ppo.shaping.truncated = mask)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,9 +64,11 @@ class KLMetrics:
     """Distances between policies, per response token."""
 
     ref: float
-    """KL penalty estimate of the sampling policy against the reference, before weighting by ppo.kl_coef."""
+    """KL penalty estimate of the sampling policy against the reference, before weighting by kl/coef."""
+    coef: float
+    """Weight of the KL penalty in this step."""
     penalty: float
-    """Mean of the penalty taken off the reward of a response: ppo.kl_coef times the sum over its tokens."""
+    """Mean of the penalty taken off the reward of a response: kl/coef times the sum over its tokens."""
     update: float
     """k3 estimate of how far the step's updates moved the policy from the one that sampled."""
 
@@ -160,9 +178,11 @@ class HeldOutMetrics:
     """Evaluation on held-out problems; only in steps that evaluate."""
 
     solved: float
-    """Share of held-out problems solved."""
+    """Share of responses to held-out problems that solve them; with one each, of problems solved."""
     reward: float
-    """Mean reward on held-out problems."""
+    """Mean reward of responses to held-out problems."""
+    pass_at_k: float
+    """Mean over problems of the chance that one of eval.pass_k responses solves it, an unbiased estimate."""
     problems: float
     """Problems evaluated."""
 
@@ -173,6 +193,8 @@ class StepMetrics:
 
     reward: RewardMetrics | None = None
     """Scores of the step's responses."""
+    shaping: ShapingMetrics | None = None
+    """What was learned from instead of the scores."""
     length: LengthMetrics | None = None
     """Tokens of prompts and responses."""
     kl: KLMetrics | None = None

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch.distributed import ProcessGroup
 
+from rlhf.algos.pass_at_k import pass_at_k
 from rlhf.config.run import EvalConfig
 from rlhf.data.batch import FinishReason, PromptBatch, ScoredRollout
 from rlhf.dist.agree import gather
@@ -17,9 +19,11 @@ class EvaluationResult:
     """What an evaluation found, over all held-out problems; the same on every rank."""
 
     solved: float
-    """Share of problems solved."""
+    """Share of responses that solve their problem: with one each the share of problems solved, with k mean@k."""
     reward: float
-    """Mean reward."""
+    """Mean reward of a response."""
+    pass_at_k: float
+    """Mean over problems of the unbiased estimate that one of eval.pass_k responses solves it."""
     problems: int
     samples: tuple[SampleRecord, ...]
     """Some of the responses, always of the same problems."""
@@ -33,7 +37,7 @@ class Evaluation:
     engine: RolloutEngine | None
     """None on ranks outside the rollout pool."""
     prompts: PromptBatch
-    """Held-out prompts that this rank owns."""
+    """Held-out prompts that this rank owns, eval.samples_per_prompt rows each."""
     scorer: Scorer | None
     """None on ranks that own no rows."""
     group: ProcessGroup
@@ -44,20 +48,32 @@ class Evaluation:
     def run(self, step: int) -> EvaluationResult:
         """Evaluate the weights that the engines hold. Collective over the job."""
         rollout = self.engine.generate(self.prompts, self.config.sampling) if self.engine else None
-        mine: tuple[list[float], list[SampleRecord]] = ([], [])
+        mine: tuple[list[list[float]], list[SampleRecord]] = ([], [])
         if rollout is not None and self.scorer is not None:
             scored = self.scorer.score(rollout)
-            rows = sample_records(scored, self.scorer, count=self.shown, step=step, split="held_out")
-            mine = (scored.scores.tolist(), rows)
+            samples = self.config.samples_per_prompt
+            firsts = scored.select(torch.arange(0, len(scored), samples)[: self.shown])
+            records = sample_records(firsts, self.scorer, count=self.shown, step=step, split="held_out")
+            mine = (scored.scores.view(-1, samples).tolist(), records)
         everywhere = gather(mine, self.group)
-        scores = [score for part, _ in everywhere for score in part]
-        solved = sum(score >= self.config.solved_at for score in scores)
-        return EvaluationResult(
-            solved=solved / max(1, len(scores)),
-            reward=sum(scores) / max(1, len(scores)),
-            problems=len(scores),
-            samples=tuple(record for _, records in everywhere for record in records),
+        return _result(
+            [scores for problems, _ in everywhere for scores in problems],
+            tuple(record for _, records in everywhere for record in records),
+            self.config,
         )
+
+
+def _result(scores: list[list[float]], samples: tuple[SampleRecord, ...], config: EvalConfig) -> EvaluationResult:
+    """Of the scores of each problem's responses."""
+    solved = [[score >= config.solved_at for score in mine] for mine in scores]
+    responses = max(1, sum(map(len, scores)))
+    return EvaluationResult(
+        solved=sum(map(sum, solved)) / responses,
+        reward=sum(map(sum, scores)) / responses,
+        pass_at_k=sum(pass_at_k(len(mine), sum(mine), config.pass_k) for mine in solved) / max(1, len(solved)),
+        problems=len(scores),
+        samples=samples,
+    )
 
 
 def sample_records(scored: ScoredRollout, scorer: Scorer, *, count: int, step: int, split: str) -> list[SampleRecord]:

@@ -11,7 +11,7 @@ from rlhf.algos.gae import gae
 from rlhf.algos.kl import kl_estimate, token_rewards
 from rlhf.algos.whiten import Moments, whiten
 from rlhf.config.algorithm import PPOConfig
-from rlhf.data.batch import Experience, PolicyRows, Provenance, Rollout, ScoredRollout, Sequences, ValueRows
+from rlhf.data.batch import Experience, PolicyRows, Provenance, Rollout, Sequences, ShapedRollout, ValueRows
 from rlhf.data.ragged import Ragged
 from rlhf.models.critic import Critic
 from rlhf.models.policy import Policy
@@ -27,33 +27,35 @@ class PPOModels:
 
 
 def make_experience(
-    scored: ScoredRollout,
+    shaped: ShapedRollout,
     models: PPOModels,
     config: PPOConfig,
     *,
+    kl_coef: float,
     owners: tuple[int, ...],
     owners_group: ProcessGroup | None,
 ) -> Experience:
     """Experience of this rank's rows. Called on every rank of the job; a rank that owns no row gets none.
 
     All three models are dispatched before any is collected, so those on disjoint pools work at the same time.
+    `kl_coef`: weight of the KL penalty in this step.
     `owners_group`: gloo over the ranks that own rows, for whitening over the global batch; None on the others.
     """
-    sequences = sequences_of(scored.rollout)
+    sequences = sequences_of(shaped.scored.rollout)
     reference = models.reference.logprobs(sequences, owners=owners)
     critic = models.critic.values(sequences, owners=owners)
     actor = models.actor.logprobs(sequences, owners=owners)
     ref_logprobs, values, old_logprobs = reference.collect().scores, critic.collect().scores, actor.collect().scores
 
-    mask = _loss_mask(scored)
+    mask = _loss_mask(shaped)
     lengths = mask.lengths
     kl = kl_estimate(old_logprobs.values, ref_logprobs.values, estimator=config.kl_estimator)
-    rewards = token_rewards(scored.scores, kl, mask.values, lengths, kl_coef=config.kl_coef)
+    rewards = token_rewards(shaped.rewards, kl, mask.values, lengths, kl_coef=kl_coef)
     advantages, returns = gae(rewards, values.values, lengths, gamma=config.gamma, gae_lambda=config.gae_lambda)
     if config.whiten_advantages and owners_group is not None:
         advantages = whiten(advantages, mask.values, _global_moments(advantages, mask.values, owners_group))
     return Experience(
-        scored=scored,
+        shaped=shaped,
         old_logprobs=old_logprobs,
         ref_logprobs=ref_logprobs,
         values=values,
@@ -89,10 +91,10 @@ def value_rows(experience: Experience) -> ValueRows:
     )
 
 
-def _loss_mask(scored: ScoredRollout) -> Ragged:
-    """True on sampled tokens of valid rows."""
-    provenance = scored.rollout.provenance
-    return provenance.like((provenance.values == Provenance.SAMPLED) & scored.valid[provenance.row_ids()])
+def _loss_mask(shaped: ShapedRollout) -> Ragged:
+    """True on sampled tokens of rows that count."""
+    provenance = shaped.scored.rollout.provenance
+    return provenance.like((provenance.values == Provenance.SAMPLED) & shaped.counts[provenance.row_ids()])
 
 
 def _global_moments(values: Tensor, mask: Tensor, group: ProcessGroup) -> Moments:

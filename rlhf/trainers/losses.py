@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from rlhf.algos.losses import cross_entropy_loss, entropy_bonus, policy_loss, value_loss
-from rlhf.config.algorithm import PPOConfig
+from rlhf.config.algorithm import PPOConfig, ValueLossConfig
 from rlhf.data.batch import PolicyRows, ValueRows
 from rlhf.mcore.outputs import PolicyOutputs, ValueOutputs
 from rlhf.mcore.train_step import LossFn
@@ -34,8 +34,14 @@ def make_policy_loss(config: PPOConfig) -> LossMaker[PolicyRows]:
     return with_denominator
 
 
-def make_value_loss(config: PPOConfig) -> LossMaker[ValueRows]:
-    """Clipped value loss. Source: as in OpenAI baselines' PPO2; arXiv:2005.12729, section 3."""
+def make_value_loss(config: ValueLossConfig, *, returns_std: float) -> LossMaker[ValueRows]:
+    """Clipped value loss. Source: as in OpenAI baselines' PPO2; arXiv:2005.12729, section 3.
+
+    `returns_std`: standard deviation of the returns of all steps before this one, which a relative clip is measured in;
+    0, as in the first step, leaves the values free.
+    """
+    reach = {"none": 0.0, "absolute": config.clip_eps, "relative": config.clip_eps * returns_std}[config.clip]
+    huber_delta = config.huber_delta if config.kind == "huber" else 0.0
 
     def with_denominator(denominator: float) -> LossFn[ValueRows]:
         def loss(outputs: ValueOutputs, rows: ValueRows) -> tuple[Tensor, dict[str, Tensor]]:
@@ -44,8 +50,9 @@ def make_value_loss(config: PPOConfig) -> LossMaker[ValueRows]:
                 rows.values.values,
                 rows.returns.values,
                 rows.loss_mask.values,
-                clip_eps=config.value_clip_eps,
+                clip_eps=reach,
                 denominator=denominator,
+                huber_delta=huber_delta,
             )
             return total, {**sums, "loss": total.detach()}
 

@@ -14,6 +14,7 @@ from rlhf.models.calls import RoleCalls
 from rlhf.models.minibatches import Cut, UpdateReport
 from rlhf.reshard.weight_sync import ReshardStats
 from rlhf.rollout.engine import RolloutEngine
+from rlhf.trainers.driver_state import DriverState, next_state
 from rlhf.trainers.evaluation import Evaluation, EvaluationResult
 from rlhf.trainers.experience import PPOModels, make_experience, policy_rows, value_rows
 from rlhf.trainers.losses import make_policy_loss, make_value_loss
@@ -22,6 +23,7 @@ from rlhf.trainers.phases import Phases
 from rlhf.trainers.policy_sync import PolicySync
 from rlhf.trainers.reporter import Reporter
 from rlhf.trainers.scoring import Scorer
+from rlhf.trainers.shaping import shape_rewards
 from rlhf.trainers.step_stats import StepPart, samples_of
 
 
@@ -34,6 +36,8 @@ class PPOLoop:
     ownership: Ownership
     owners_group: ProcessGroup | None
     """gloo, over the ranks that own rows; None elsewhere."""
+    everyone: ProcessGroup
+    """gloo, over all ranks of the job."""
     prompts: PromptSource | None
     """None on ranks that own no rows, like the scorer."""
     engine: RolloutEngine | None
@@ -51,42 +55,47 @@ class PPOLoop:
 
     def run(self) -> None:
         """All steps, with an evaluation before the first and after the last."""
-        last = self.config.num_steps
+        state, last = DriverState.start(self.config), self.config.num_steps
         with self.reporter:
-            self.reporter.started(self._evaluate(0))
-            for step in range(last):
-                if self.reporter.stop_agreed():
-                    break
+            self.reporter.started(self._evaluate(state))
+            while state.step < last and not self.reporter.stop_agreed():
+                began = state
                 with self.timers.phase("step"):
-                    experience, part = self.step(step)
-                done = step + 1
-                due = done == last or _due(done, self.config.eval.every_steps)
-                self.reporter.step_done(done, part, experience.scored, self._evaluate(done) if due else None)
+                    state, experience, part = self.step(began)
+                due = state.step == last or _due(state.step, self.config.eval.every_steps)
+                self.reporter.step_done(began, part, experience.scored, self._evaluate(state) if due else None)
             if self.save is not None:
                 with self.timers.phase("save"):
                     self.save()
 
-    def step(self, step: int) -> tuple[Experience, StepPart]:
-        """One step: sample with the newest weights, score, learn. Returns this rank's share of what happened."""
+    def step(self, state: DriverState) -> tuple[DriverState, Experience, StepPart]:
+        """One step: sample with the newest weights, score, learn.
+
+        Returns the next state, this rank's rows, and its share of what happened.
+        """
         config, owners = self.config.ppo, self._owners()
-        prompts = self._prompts(step)
+        prompts = self._prompts(state)
         with self.phases.rollout():
-            sync = self._sync(step)
+            sync = self._sync(state)
             rollout = self._generate(prompts)
         with self.timers.phase("reward"):
             scored = self.scorer.score(rollout) if self.scorer else ScoredRollout.empty()
+            shaped = shape_rewards(scored, config, earlier=state.rewards, owners_group=self.owners_group)
         with self.phases.training():
-            experience = make_experience(scored, self.models, config, owners=owners, owners_group=self.owners_group)
-            critic_report, actor_report = self._update(step, experience, owners)
+            experience = make_experience(
+                shaped, self.models, config, kl_coef=state.kl_coef, owners=owners, owners_group=self.owners_group
+            )
+            critic_report, actor_report = self._update(state, experience, owners)
             self.calls.flush()
         samples = samples_of(experience, config, solved_at=self.config.eval.solved_at)
-        return experience, StepPart(samples, actor=actor_report, critic=critic_report, sync=sync)
+        part = StepPart(samples, actor=actor_report, critic=critic_report, sync=sync)
+        return next_state(state, experience, config, everyone=self.everyone), experience, part
 
     def _update(
-        self, step: int, experience: Experience, owners: tuple[int, ...]
+        self, state: DriverState, experience: Experience, owners: tuple[int, ...]
     ) -> tuple[UpdateReport | None, UpdateReport | None]:
         """Critic and actor learn; on disjoint pools at the same time."""
-        config, draw = self.config.ppo, Random(f"{self.config.seed} update {step}")
+        config, draw = self.config.ppo, Random(f"{state.seed} update {state.step}")
         order = tuple(draw.sample(range(len(owners)), len(owners)))
         cut = Cut(
             num_rows=len(owners),
@@ -94,10 +103,9 @@ class PPOLoop:
             epochs=config.epochs,
             seed=draw.getrandbits(32),
         )
-        critic = self.models.critic.update(
-            value_rows(experience), make_value_loss(config), order=order, cut=cut, owners=owners
-        )
-        if step < config.critic_warmup_steps:
+        value_loss = make_value_loss(config.value_loss, returns_std=state.returns.std)
+        critic = self.models.critic.update(value_rows(experience), value_loss, order=order, cut=cut, owners=owners)
+        if not state.trains_actor(config):
             return critic.collect(), None
         actor = self.models.actor.update(
             policy_rows(experience), make_policy_loss(config), order=order, cut=cut, owners=owners
@@ -107,16 +115,16 @@ class PPOLoop:
     def _owners(self) -> tuple[int, ...]:
         return self.ownership.owners(self.config.ppo.prompts_per_step, self.config.ppo.samples_per_prompt)
 
-    def _prompts(self, step: int) -> PromptBatch:
-        """Prompts that this rank owns in a step."""
+    def _prompts(self, state: DriverState) -> PromptBatch:
+        """Prompts that this rank owns in the next step."""
         engine = self.ownership.engine_led_by(self.rank)
         if engine is None or self.prompts is None:
             return PromptBatch.empty()
-        return self.prompts.rows_of(step, engine, len(self.ownership.leaders))
+        return self.prompts.rows_of(state.prompts_taken, engine, len(self.ownership.leaders))
 
-    def _sync(self, steps_done: int) -> ReshardStats | None:
+    def _sync(self, state: DriverState) -> ReshardStats | None:
         with self.timers.phase("rollout/sync"):
-            return self.policy_sync.update_weights(policy_version=self.config.ppo.policy_version(steps_done))
+            return self.policy_sync.update_weights(policy_version=state.policy_version)
 
     def _generate(self, prompts: PromptBatch) -> Rollout:
         if self.engine is None:
@@ -124,12 +132,12 @@ class PPOLoop:
         with self.timers.phase("rollout/generate"):
             return self.engine.generate(prompts, self.config.rollout.sampling) or Rollout.empty()
 
-    def _evaluate(self, steps_done: int) -> EvaluationResult | None:
+    def _evaluate(self, state: DriverState) -> EvaluationResult | None:
         if not self.config.data.held_out:
             return None
         with self.phases.evaluation():
-            self.policy_sync.update_weights(policy_version=self.config.ppo.policy_version(steps_done))
-            return self.evaluation.run(steps_done)
+            self.policy_sync.update_weights(policy_version=state.policy_version)
+            return self.evaluation.run(state.step)
 
 
 def _due(step: int, every: int) -> bool:

@@ -22,6 +22,7 @@ from rlhf.metrics.run_folder import RunFolder, Summary
 from rlhf.metrics.series import RunSeries, read_metrics
 from rlhf.metrics.sinks import SinkSet
 from rlhf.metrics.timers import Timers
+from rlhf.trainers.driver_state import DriverState
 from rlhf.trainers.evaluation import EvaluationResult, sample_records
 from rlhf.trainers.scoring import Scorer
 from rlhf.trainers.step_stats import StepPart, combine
@@ -90,8 +91,11 @@ class Reporter:
             self._desk.sinks.write(0, StepMetrics(held_out=_held_out(held_out)).flatten())
             self._desk.folder.add_samples(list(held_out.samples))
 
-    def step_done(self, step: int, part: StepPart, scored: ScoredRollout, held_out: EvaluationResult | None) -> None:
-        """Report a step (counted from 1)."""
+    def step_done(
+        self, state: DriverState, part: StepPart, scored: ScoredRollout, held_out: EvaluationResult | None
+    ) -> None:
+        """Report the step that began with a state; in reports steps are counted from 1."""
+        step = state.step + 1
         failure = next((result.error for result in scored.results if result.error), "")
         part = replace(part, seconds=self._timers.drain(), failure=failure)
         shown = self._config.log.samples_per_step
@@ -101,11 +105,7 @@ class Reporter:
             self._after = held_out
         if self._desk is None:
             return
-        metrics = combine(
-            {rank: p for rank, (p, _) in enumerate(everywhere)},
-            self._config.ppo,
-            policy_version=self._config.ppo.policy_version(step - 1),
-        )
+        metrics = combine({rank: p for rank, (p, _) in enumerate(everywhere)}, state)
         if held_out is not None:
             metrics = replace(metrics, held_out=_held_out(held_out))
         self._note_failures(step, metrics, [p.failure for p, _ in everywhere if p.failure])
@@ -162,7 +162,9 @@ class Reporter:
 
 
 def _held_out(result: EvaluationResult) -> HeldOutMetrics:
-    return HeldOutMetrics(solved=result.solved, reward=result.reward, problems=result.problems)
+    return HeldOutMetrics(
+        solved=result.solved, reward=result.reward, pass_at_k=result.pass_at_k, problems=result.problems
+    )
 
 
 def _compare(before: EvaluationResult | None, after: EvaluationResult | None) -> list[BeforeAfter]:

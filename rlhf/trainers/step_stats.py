@@ -18,6 +18,7 @@ from rlhf.metrics.names import (
     MismatchMetrics,
     RateMetrics,
     RewardMetrics,
+    ShapingMetrics,
     StepMetrics,
     SyncMetrics,
     ValueMetrics,
@@ -25,6 +26,8 @@ from rlhf.metrics.names import (
 from rlhf.metrics.spread import MinMeanMax
 from rlhf.models.minibatches import UpdateReport
 from rlhf.reshard.weight_sync import ReshardStats
+from rlhf.trainers.driver_state import DriverState, response_kl
+from rlhf.trainers.shaping import length_penalties
 
 NAN = float("nan")
 
@@ -78,19 +81,25 @@ class StepPart:
 
 def samples_of(experience: Experience, config: PPOConfig, *, solved_at: float) -> dict[str, Sample]:
     """Samples of this rank's rows."""
-    scored, mask = experience.scored, experience.loss_mask.values
+    shaped, mask = experience.shaped, experience.loss_mask.values
+    scored = shaped.scored
     rollout = scored.rollout
+    short, long = length_penalties(rollout.responses.lengths, config.length_penalty)
     kl = kl_estimate(experience.old_logprobs.values, experience.ref_logprobs.values, estimator=config.kl_estimator)
     difference = (rollout.rollout_logprobs.values - experience.old_logprobs.values).abs()
     numbers = {
         "score": scored.scores[scored.valid],
+        "shaped": shaped.rewards[shaped.counts],
+        "short": (short < 0).float(),
+        "long": (long < 0).float(),
+        "left_out": (scored.valid & ~shaped.counts).float(),
         "solved": (scored.scores >= solved_at).float(),
         "failed": torch.tensor([float(bool(result.error)) for result in scored.results]),
         "prompt_tokens": rollout.prompts.tokens.lengths.float(),
         "response_tokens": rollout.responses.lengths.float(),
         "truncated": (rollout.finish_reasons == FinishReason.LENGTH).float(),
         "kl": kl[mask],
-        "kl_of_row": torch.zeros(len(rollout)).index_add_(0, rollout.responses.row_ids(), kl * mask),
+        "kl_of_row": response_kl(experience, config),
         "value": experience.values.values[mask],
         "return": experience.returns.values[mask],
         "error": (experience.returns.values - experience.values.values)[mask],
@@ -99,8 +108,8 @@ def samples_of(experience: Experience, config: PPOConfig, *, solved_at: float) -
     return {name: Sample.of(values) for name, values in numbers.items()}
 
 
-def combine(parts: Mapping[int, StepPart], config: PPOConfig, *, policy_version: int) -> StepMetrics:
-    """Metrics of a step from the parts of all ranks."""
+def combine(parts: Mapping[int, StepPart], state: DriverState) -> StepMetrics:
+    """Metrics of a step from the parts of all ranks, and the state that it began with."""
     first, *others = [part.samples for part in parts.values()]
     total = {name: sum((other[name] for other in others), sample) for name, sample in first.items()}
     time = {
@@ -113,6 +122,7 @@ def combine(parts: Mapping[int, StepPart], config: PPOConfig, *, policy_version:
     response_tokens = total["response_tokens"].moments.total
     all_tokens = response_tokens + total["prompt_tokens"].moments.total
     scored = total["score"].moments.count  # none when every reward call failed
+    counted = total["shaped"].moments.count
     returns_variance = total["return"].moments.variance
     return StepMetrics(
         reward=RewardMetrics(
@@ -123,6 +133,13 @@ def combine(parts: Mapping[int, StepPart], config: PPOConfig, *, policy_version:
             solved=total["solved"].mean,
             failed=total["failed"].moments.total,
         ),
+        shaping=ShapingMetrics(
+            mean=total["shaped"].mean if counted else NAN,
+            std=total["shaped"].std if counted else NAN,
+            short=total["short"].mean,
+            long=total["long"].mean,
+            left_out=total["left_out"].moments.total,
+        ),
         length=LengthMetrics(
             prompt_mean=total["prompt_tokens"].mean,
             response_mean=total["response_tokens"].mean,
@@ -131,7 +148,8 @@ def combine(parts: Mapping[int, StepPart], config: PPOConfig, *, policy_version:
         ),
         kl=KLMetrics(
             ref=total["kl"].mean,
-            penalty=config.kl_coef * total["kl_of_row"].mean,
+            coef=state.kl_coef,
+            penalty=state.kl_coef * total["kl_of_row"].mean,
             update=actor.per("approx_kl_sum", "policy_tokens") if actor else 0.0,
         ),
         value=ValueMetrics(
@@ -143,7 +161,7 @@ def combine(parts: Mapping[int, StepPart], config: PPOConfig, *, policy_version:
         actor=_actor_metrics(actor) if actor else None,
         critic=_critic_metrics(critic) if critic else None,
         mismatch=MismatchMetrics(mean=total["mismatch"].mean, max=max(0.0, total["mismatch"].high)),
-        sync=SyncMetrics(bytes=sync.moved, bytes_over_bound=sync.ratio, policy_version=policy_version)
+        sync=SyncMetrics(bytes=sync.moved, bytes_over_bound=sync.ratio, policy_version=state.policy_version)
         if sync
         else None,
         rate=RateMetrics(

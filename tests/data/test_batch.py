@@ -11,6 +11,7 @@ from rlhf.data.batch import (
     Rollout,
     ScoredRollout,
     Sequences,
+    ShapedRollout,
 )
 from rlhf.data.ragged import Ragged
 
@@ -48,7 +49,9 @@ def experience(rows: list[tuple[int, int]]) -> Experience:
     )
     names = ("old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
     return Experience(
-        scored=scored, **{name: tokens(torch.float32) for name in names}, loss_mask=tokens(torch.int64).like(marks > 0)
+        shaped=ShapedRollout(scored, scored.scores, scored.scores, scored.valid),
+        **{name: tokens(torch.float32) for name in names},
+        loss_mask=tokens(torch.int64).like(marks > 0),
     )
 
 

@@ -17,8 +17,8 @@ def source(tokenizer, prompts=7, samples=3, **options):
 
 
 def test_ids_follow_the_rule(tokenizer):
-    batch = source(tokenizer).rows_of(2, 1, 3)
-    # Prompts 1 and 4 of step 2: prompt ids 2 * 7 + p, three samples each.
+    batch = source(tokenizer).rows_of(14, 1, 3)
+    # Prompts 1 and 4 of the step from prompt 14 on: ids 14 + p, three samples each.
     assert batch.prompt_ids.tolist() == [15, 15, 15, 18, 18, 18]
     assert batch.sample_ids.tolist() == [45, 46, 47, 54, 55, 56]
 
@@ -26,8 +26,8 @@ def test_ids_follow_the_rule(tokenizer):
 @pytest.mark.parametrize("num_owners", [1, 2, 3, 7, 9])
 def test_owners_together_hold_the_step_whatever_their_number(tokenizer, num_owners):
     prompts = source(tokenizer)
-    whole = prompts.rows_of(4, 0, 1)
-    parts = PromptBatch.concat([prompts.rows_of(4, owner, num_owners) for owner in range(num_owners)])
+    whole = prompts.rows_of(28, 0, 1)
+    parts = PromptBatch.concat([prompts.rows_of(28, owner, num_owners) for owner in range(num_owners)])
     assert len(whole) == len(parts) == 21
     order = parts.sample_ids.argsort()
     sorted_parts = parts.select(order)
@@ -39,8 +39,8 @@ def test_owners_together_hold_the_step_whatever_their_number(tokenizer, num_owne
 def test_a_step_is_the_same_asked_first_or_late(tokenizer):
     one, two = source(tokenizer), source(tokenizer)
     for step in range(5):
-        one.rows_of(step, 0, 2)
-    assert torch.equal(one.rows_of(9, 0, 2).tokens.values, two.rows_of(9, 0, 2).tokens.values)
+        one.rows_of(7 * step, 0, 2)
+    assert torch.equal(one.rows_of(63, 0, 2).tokens.values, two.rows_of(63, 0, 2).tokens.values)
 
 
 def test_tokens_are_those_of_the_text(tokenizer):
@@ -56,6 +56,15 @@ def test_held_out_is_split_over_owners_with_ids_of_its_own(tokenizer):
     ids = sorted(i for batch in batches for i in batch.sample_ids.tolist())
     assert ids == [FIRST_HELD_OUT_ID + i for i in range(5)]
     assert len({record.text for batch in batches for record in batch.records}) == 5
+
+
+def test_several_samples_of_a_held_out_prompt_stand_together(tokenizer):
+    prompts = source(tokenizer)
+    one, three = prompts.held_out(1, 2), prompts.held_out(1, 2, samples=3)
+    assert three.prompt_ids.tolist() == one.prompt_ids.repeat_interleave(3).tolist()
+    assert len(set(three.sample_ids.tolist())) == 6
+    assert min(three.sample_ids.tolist()) >= FIRST_HELD_OUT_ID
+    assert three.records == tuple(record for record in one.records for _ in range(3))
 
 
 def test_an_owner_without_prompts_has_an_empty_batch(tokenizer):

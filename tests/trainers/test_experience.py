@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from rlhf.algos.running import RunningMoments
 from rlhf.config.algorithm import PPOConfig
 from rlhf.data.batch import (
     PromptBatch,
@@ -14,10 +15,13 @@ from rlhf.data.batch import (
     RewardResult,
     Rollout,
     ScoredRollout,
+    ShapedRollout,
     TokenScores,
 )
 from rlhf.data.ragged import Ragged
+from rlhf.trainers.driver_state import DriverState
 from rlhf.trainers.experience import PPOModels, make_experience, sequences_of
+from rlhf.trainers.shaping import shape_rewards
 from rlhf.trainers.step_stats import StepPart, combine, samples_of
 
 
@@ -64,11 +68,15 @@ MODELS = PPOModels(
     critic=Given(ragged([0.25, 0.5], [0.125])),
     reference=Given(ragged([-1.5, -2.0], [-2.0])),
 )
-CONFIG = PPOConfig(kl_coef=0.1, gamma=1.0, gae_lambda=1.0, whiten_advantages=False)
+CONFIG = PPOConfig(gamma=1.0, gae_lambda=1.0, whiten_advantages=False)
 
 
-def experience(**kwargs):
-    return make_experience(scored(**kwargs), MODELS, CONFIG, owners=(0, 0), owners_group=None)
+def shaped(**kwargs) -> ShapedRollout:
+    return shape_rewards(scored(**kwargs), CONFIG, earlier=RunningMoments(), owners_group=None)
+
+
+def experience(*, kl_coef=0.1, **kwargs):
+    return make_experience(shaped(**kwargs), MODELS, CONFIG, kl_coef=kl_coef, owners=(0, 0), owners_group=None)
 
 
 def test_prompt_and_response_become_one_sequence():
@@ -98,26 +106,34 @@ def test_tool_tokens_and_invalid_rows_count_in_no_loss():
 def test_a_rank_without_rows_gets_an_empty_experience():
     nothing = Given(Ragged.of([], dtype=torch.float32))
     models = PPOModels(actor=nothing, critic=nothing, reference=nothing)
-    assert len(make_experience(ScoredRollout.empty(), models, CONFIG, owners=(1, 1), owners_group=None)) == 0
+    none = ShapedRollout.empty()
+    assert len(make_experience(none, models, CONFIG, kl_coef=0.1, owners=(1, 1), owners_group=None)) == 0
 
 
 def part_of(found, seconds=2.0) -> StepPart:
     return StepPart(samples_of(found, CONFIG, solved_at=1.0), seconds={"step": seconds, "rollout/generate": 0.5})
 
 
+def state(policy_version: int = 0) -> DriverState:
+    return DriverState(seed=1, kl_coef=0.1, policy_version=policy_version)
+
+
 def test_metrics_of_a_step():
-    metrics = combine({0: part_of(experience())}, CONFIG, policy_version=3)
+    metrics = combine({0: part_of(experience())}, state(3))
     assert (metrics.reward.mean, metrics.reward.solved, metrics.reward.max) == (0.75, 0.5, 1.0)
     assert metrics.length.response_mean == 1.5
     assert metrics.length.truncated == 0.5
     assert metrics.kl.ref == pytest.approx((0.5 - 1.0) / 2)  # the tool's token does not count
+    assert metrics.kl.coef == 0.1
+    assert metrics.kl.penalty == pytest.approx(0.1 * (0.5 - 1.0) / 2)  # two responses
+    assert metrics.sync is None
     assert metrics.mismatch.max == 0.0
     assert metrics.rate.tokens_per_s == (3 + 3) / 2.0
     assert metrics.value.returns_mean == pytest.approx((0.95 + 0.6) / 2)
 
 
 def test_a_step_without_any_score_has_no_mean_reward():
-    reward = combine({0: part_of(experience(valid=(False, False)))}, CONFIG, policy_version=0).reward
+    reward = combine({0: part_of(experience(valid=(False, False)))}, state()).reward
     assert all(math.isnan(number) for number in (reward.mean, reward.std, reward.min, reward.max))
 
 
@@ -125,6 +141,6 @@ def test_metrics_do_not_depend_on_which_rank_holds_a_row():
     whole = experience()
     halves = [whole.select(torch.tensor([i])) for i in (0, 1)]
     nobody = whole.select(torch.empty(0, dtype=torch.int64))
-    together = combine({0: part_of(whole)}, CONFIG, policy_version=0).flatten()
-    apart = combine({i: part_of(e) for i, e in enumerate([*halves, nobody])}, CONFIG, policy_version=0).flatten()
+    together = combine({0: part_of(whole)}, state()).flatten()
+    apart = combine({i: part_of(e) for i, e in enumerate([*halves, nobody])}, state()).flatten()
     assert apart == pytest.approx(together)

@@ -14,6 +14,7 @@ from rlhf.build import build_loop
 from rlhf.config.data import RewardConfig
 from rlhf.dist.groups import GroupFactory
 from rlhf.reward.function import RewardFunction
+from rlhf.trainers.driver_state import DriverState
 from rlhf.trainers.evaluation import Evaluation
 from rlhf.trainers.ppo import PPOLoop
 from tests.harness.ranks import run_ranks
@@ -65,7 +66,7 @@ def _solved_before_and_after(folder: Path, groups: GroupFactory, reward: str) ->
     loop = build_loop(config, ranks_here(folder / "runs" / reward, groups))
     assert isinstance(loop, PPOLoop)
     evaluation = _honest(loop.evaluation)
-    shares = []
+    shares, state = [], DriverState.start(config)
     for step in range(STEPS + 1):
         if step in (0, STEPS):
             with loop.phases.rollout():
@@ -74,7 +75,7 @@ def _solved_before_and_after(folder: Path, groups: GroupFactory, reward: str) ->
             assert result.problems == HELD_OUT
             shares.append(result.solved)
         if step < STEPS:
-            loop.step(step)
+            state, _, _ = loop.step(state)
     return shares[0], shares[1]
 
 

@@ -4,6 +4,7 @@ One spawn of 6 ranks does it all, since each rank pays the imports.
 """
 
 import json
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,8 +14,9 @@ import torch.distributed as dist
 
 from rlhf.build import build_loop
 from rlhf.data.batch import Experience, PromptBatch, Rollout
-from rlhf.dist.agree import gather, max_of
+from rlhf.dist.agree import agree, gather, max_of
 from rlhf.dist.groups import GroupFactory
+from rlhf.trainers.driver_state import NOTHING_YET, DriverState
 from rlhf.trainers.experience import sequences_of
 from rlhf.trainers.ppo import PPOLoop
 from tests.harness.ranks import run_ranks
@@ -25,10 +27,17 @@ ACTOR = ("actor.parallel.tp=2", "actor.parallel.pp=2", "actor.parallel.layers_pe
 CRITIC = ("critic.parallel.tp=4",)
 APART = (*ENGINES, *ACTOR, *CRITIC, "reference.parallel.dp=2", "reference.parallel.first_rank=4")
 TOGETHER = (*ENGINES, *ACTOR, *CRITIC, "reference.parallel.dp=6")
-OTHER = (
-    *ENGINES,
+OTHER = (  # rows are owned by other ranks than above
+    *("rollout.dp=3", "rollout.first_rank=2"),
     *("actor.parallel.dp=3", "critic.parallel.pp=3", "critic.parallel.first_rank=3"),
     *("reference.parallel.tp=2", "reference.parallel.pp=3"),
+)
+
+
+STATEFUL = (  # each step depends on numbers that all earlier ones measured over all owners
+    *("ppo.shaping.normalize=running", "ppo.shaping.clip=[-1.5,1.5]", "ppo.value_loss.clip=relative"),
+    *("ppo.kl_controller={kind: adaptive, target: 0.05, horizon: 20}", "ppo.value_loss.kind=huber"),
+    *("ppo.value_loss.huber_delta=0.3", "ppo.length_penalty={min_tokens: 5, max_tokens: 9, cache_tokens: 4}"),
 )
 
 
@@ -39,13 +48,28 @@ def _loop(folder: Path, groups: GroupFactory, *overrides: str) -> PPOLoop:
     return loop
 
 
-def _two_steps(loop: PPOLoop) -> list[Experience]:
-    return [loop.step(step)[0] for step in range(2)]
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run's first steps: their rows over all ranks, in order of sample id, and the state after the last."""
+
+    steps: tuple[Experience, ...]
+    state: DriverState
+    """That of each rank is checked to be the same."""
 
 
-def _same_run(a: list[Experience], b: list[Experience]) -> None:
+def _two_steps(loop: PPOLoop, group: dist.ProcessGroup) -> Run:
+    state, steps = DriverState.start(loop.config), []
+    for _ in range(2):
+        state, mine, _ = loop.step(state)
+        rows = Experience.concat(gather(mine, group))
+        steps.append(rows.select(rows.scored.rollout.prompts.sample_ids.argsort()))
+    return Run(tuple(steps), agree(state, group))
+
+
+def _same_run(a: Run, b: Run) -> None:
     """Equal tokens; numbers equal to what fp32 sums in another order leave, after Adam steps that amplify it."""
-    for one, two in zip(a, b, strict=True):
+    for one, two in zip(a.steps, b.steps, strict=True):
+        torch.testing.assert_close(one.shaped.rewards, two.shaped.rewards, atol=1e-6, rtol=1e-6)
         assert torch.equal(one.scored.rollout.responses.values, two.scored.rollout.responses.values)
         for name in ("old_logprobs", "ref_logprobs", "values", "advantages", "returns"):
             x, y = getattr(one, name).values, getattr(two, name).values
@@ -53,6 +77,29 @@ def _same_run(a: list[Experience], b: list[Experience]) -> None:
         torch.testing.assert_close(
             one.old_logprobs.values, one.scored.rollout.rollout_logprobs.values, atol=1e-4, rtol=0
         )
+    one, two = a.state, b.state
+    assert replace(one, returns=NOTHING_YET, kl_coef=1.0) == replace(two, returns=NOTHING_YET, kl_coef=1.0)
+    assert one.returns.count == two.returns.count
+    assert (one.returns.mean, one.returns.std) == pytest.approx((two.returns.mean, two.returns.std), rel=1e-2)
+    assert one.kl_coef == pytest.approx(two.kl_coef, rel=2e-3)
+
+
+def _state_of(run: Run) -> None:
+    """The state against plain arithmetic over all rows; here one process sees them, there the owners saw theirs."""
+    adjusted = torch.cat([step.shaped.adjusted for step in run.steps]).double().numpy()
+    state = run.state
+    assert (state.step, state.prompts_taken, state.responses, state.policy_version) == (2, 10, 20, 2)
+    assert state.rewards.count == len(adjusted) == 20
+    assert (state.rewards.mean, state.rewards.std) == pytest.approx((adjusted.mean(), adjusted.std()), rel=1e-9)
+    returns = torch.cat([step.returns.values for step in run.steps]).double().numpy()
+    assert (state.returns.mean, state.returns.std) == pytest.approx((returns.mean(), returns.std()), rel=1e-9)
+    expected = ((adjusted - adjusted.mean()) / adjusted.std())[10:].clip(-1.5, 1.5)
+    assert run.steps[1].shaped.rewards.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+    kl_coef = 0.05
+    for step in run.steps:
+        kl = (step.old_logprobs.values - step.ref_logprobs.values).double().sum() / 10
+        kl_coef *= 1 + float((kl / 0.05 - 1).clamp(-0.2, 0.2)) * 10 / 20
+    assert state.kl_coef == pytest.approx(kl_coef, rel=1e-5)
 
 
 def _critic_alone(loop: PPOLoop, experience: Experience, folder: Path, groups: GroupFactory) -> None:
@@ -84,16 +131,16 @@ def _moved(loop: PPOLoop, experience: Experience, group: dist.ProcessGroup) -> f
     return max_of(float(difference.max()) if difference.numel() else 0.0, group)
 
 
-def _engine_follows_the_trainer(loop: PPOLoop, group: dist.ProcessGroup) -> None:
+def _engine_follows_the_trainer(loop: PPOLoop, state: DriverState, group: dist.ProcessGroup) -> None:
     """After each of 3 updates that moved log-probs, both sides agree; with one tensor left out they do not."""
     stale: dict[str, torch.Tensor] = {}
-    for step in range(2, 5):
+    for _ in range(3):
         stale = {name: param.clone() for name, param in loop.engine.params().items()} if loop.engine else {}
-        experience, _ = loop.step(step)
+        state, experience, _ = loop.step(state)
         assert _moved(loop, experience, group) >= 1e-2
-        stats = loop.policy_sync.update_weights(policy_version=step + 1)
+        stats = loop.policy_sync.update_weights(policy_version=state.policy_version)
         assert stats is None or (stats.moved > 0 and stats.ratio == 1.0)
-        prompts = loop._prompts(step + 1)
+        prompts = loop._prompts(state)
         assert _mismatch(loop, prompts, group) < 1e-4
     names = sorted({name for held in gather(_tensors(loop), group) for name in held})
     assert len(names) > 30
@@ -143,13 +190,15 @@ def _all_checks(folder: Path) -> None:
     torch.set_num_threads(1)
     groups = GroupFactory(device_backend="gloo", timeout=timedelta(seconds=120))
     group = groups.cpu_group([tuple(range(dist.get_world_size()))])
-    apart = _loop(folder, groups, *APART, "name=apart")
-    steps = _two_steps(apart)
-    _same_run(steps, _two_steps(_loop(folder, groups, *TOGETHER, "name=together")))
-    _same_run(steps, _two_steps(_loop(folder, groups, *OTHER, "name=other", "actor.microbatch_tokens=40")))
+    apart = _loop(folder, groups, *APART, *STATEFUL, "name=apart")
+    run = _two_steps(apart, group)
+    _state_of(run)
+    _same_run(run, _two_steps(_loop(folder, groups, *TOGETHER, *STATEFUL, "name=together"), group))
+    other = _loop(folder, groups, *OTHER, *STATEFUL, "name=other", "actor.microbatch_tokens=40")
+    _same_run(run, _two_steps(other, group))
     fresh = _loop(folder, groups, *APART, "name=fresh")
-    _critic_alone(fresh, fresh.step(0)[0], folder, groups)
-    _engine_follows_the_trainer(apart, group)
+    _critic_alone(fresh, fresh.step(DriverState.start(fresh.config))[1], folder, groups)
+    _engine_follows_the_trainer(apart, run.state, group)
     _most_ranks_own_no_row(folder, groups)
 
 
