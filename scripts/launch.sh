@@ -5,6 +5,7 @@ set -euo pipefail
 usage() {
     cat <<'TEXT'
 usage: scripts/launch.sh [options] CONFIG [key=value ...]
+       scripts/launch.sh [options] --doctor [FOLDER]
 
 Checks the configuration, starts torchrun on this host, waits, sweeps up, and returns the code of exit.json:
   0 finished    2 bad configuration or data    3 a rank failed    75 stopped on request
@@ -19,6 +20,8 @@ options:
   --module M         program that the ranks run (rlhf.train)
   --python P         interpreter (RLHF_PYTHON when set, else .venv/bin/python)
 
+  --doctor           runs tools/doctor.py on every rank instead; FOLDER (runs) is where runs are written
+
 signals, to any of the hosts' launchers:
   USR1               asks the run to save and stop at the next step, as does `touch runs/NAME/stop`
   TERM, INT, HUP     end it now
@@ -31,7 +34,7 @@ TEXT
 }
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
-nproc=0 nnodes=1 node_rank="${SLURM_NODEID:-0}" rendezvous="" start_timeout=600 module=rlhf.train
+nproc=0 nnodes=1 node_rank="${SLURM_NODEID:-0}" rendezvous="" start_timeout=600 module=rlhf.train doctor=""
 job_id="${SLURM_JOB_ID:+$SLURM_JOB_ID.${SLURM_STEP_ID:-0}.${SLURM_RESTART_COUNT:-0}}"
 python="${RLHF_PYTHON:-$root/.venv/bin/python}"
 
@@ -47,11 +50,12 @@ while (($#)); do
             (($# > 1)) || bad_usage "$1: no value; needs one; see --help"
             name="${1#--}" && printf -v "${name//-/_}" '%s' "$2" && shift 2
             ;;
+        --doctor) doctor=1 && shift ;;
         -*) bad_usage "$1: no such option; see --help" ;;
         *) break ;;
     esac
 done
-(($#)) || bad_usage "CONFIG: not given; needs a YAML file; see --help"
+(($#)) || [[ -n $doctor ]] || bad_usage "CONFIG: not given; needs a YAML file; see --help"
 [[ -x "$(command -v "$python")" ]] || bad_usage "$python: no such program; needs the environment; run scripts/setup.sh"
 ((nnodes == 1)) && node_rank=0
 [[ $nnodes == 1 || $rendezvous == *:* ]] || bad_usage "--rendezvous: not given; $nnodes hosts need it: HOST_0:PORT"
@@ -59,8 +63,13 @@ done
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 trap '' USR1 # what is not there yet cannot stop
-checked="$("$python" -m rlhf.preflight --nproc "$nproc" --nnodes "$nnodes" --module "$module" "$@")" || exit $?
-{ read -r world_size && read -r run_folder; } <<<"$checked"
+if [[ -n $doctor ]]; then
+    module=tools.doctor world_size=$(((nproc ? nproc : 1) * nnodes)) run_folder="${1:-runs}/doctor"
+    set -- --run-folder "$run_folder"
+else
+    checked="$("$python" -m rlhf.preflight --nproc "$nproc" --nnodes "$nnodes" --module "$module" "$@")" || exit $?
+    { read -r world_size && read -r run_folder; } <<<"$checked"
+fi
 exec "$python" -m rlhf.dist.launcher --run-folder "$run_folder" --world-size "$world_size" --nnodes "$nnodes" \
     --node-rank "$node_rank" --rendezvous "$rendezvous" --start-timeout "$start_timeout" --job-id "$job_id" \
     --interface "${GLOO_SOCKET_IFNAME:-}" -- "$module" "$@"

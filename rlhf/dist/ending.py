@@ -86,7 +86,7 @@ class Ending:
             self._announce(self._blaming(blame), f"{blame.reason}\n")
         elif not self._launcher:
             claim(self._run_folder, ExitRecord(code=ExitCode.RANK_FAILED, reason="ended by SIGTERM"))
-        elif not psutil.pid_exists(self._launcher):  # nobody else is left to tell
+        elif _is_gone(self._launcher):  # nobody else is left to tell
             reason = f"the launcher on host {self._heart.last.host} was killed"
             claim(self._run_folder, ExitRecord(code=ExitCode.RANK_FAILED, reason=reason))
         self._logs.write("ended by SIGTERM")
@@ -132,6 +132,13 @@ class Ending:
         write_over(failure_path(self._run_folder, self._heart.last.rank), record)
         if claim(self._run_folder, record):
             self._logs.alarm(shown or text)
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _main_stack() -> str:

@@ -9,6 +9,7 @@ import linecache
 import os
 import sys
 import threading
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -80,9 +81,10 @@ def read_beat(path: Path) -> Beat | None:
         return None
 
 
-def read_beats(run_folder: Path) -> list[Beat]:
-    """The last beat of every rank that has one, by rank."""
-    found = (read_beat(path) for path in (run_folder / "heartbeat").glob("rank_*.json"))
+def read_beats(run_folder: Path, ranks: Iterable[int] | None = None) -> list[Beat]:
+    """The last beat of every rank, or every one of `ranks`, that has one; by rank."""
+    paths = (run_folder / "heartbeat").glob("rank_*.json")
+    found = (read_beat(path) for path in (paths if ranks is None else (beat_path(run_folder, r) for r in ranks)))
     return sorted((beat for beat in found if beat is not None), key=lambda beat: beat.rank)
 
 

@@ -155,6 +155,7 @@ class job:  # noqa: N801  # reads as `with job(config) as ranks`
             clock=self._clock,
             watched=place.watched,
             limits=limits,
+            launched=place.launcher != 0,
             on_blame=lambda blame: self._ending.blamed(blame),
             on_ended=lambda: self._ending.followed(),
         )

@@ -20,8 +20,9 @@ from pathlib import Path
 from rlhf.dist.aftermath import ENDED_BY, finding_of, settled, sweep, verdict
 from rlhf.dist.exit_record import ExitCode, ExitRecord, claim, clear_marks, exit_path, read_record, write_over
 from rlhf.dist.gathering import Hub, Member
-from rlhf.dist.heartbeat import Beat, beat_path, read_beat
-from rlhf.dist.network import address_towards, check_port, interface_of
+from rlhf.dist.heartbeat import Beat, read_beats
+from rlhf.dist.late_start import ALL_JOINED, late_start
+from rlhf.dist.network import check_rendezvous, interface_of
 from rlhf.dist.nodes import new_mark
 from rlhf.dist.torchrun import Torchrun, command
 
@@ -62,7 +63,7 @@ class Launcher:
         self._title = mark.title if args.nnodes > 1 else ""
         per_node = args.world_size // args.nnodes
         self._own_ranks = range(args.node_rank * per_node, (args.node_rank + 1) * per_node)
-        self._signal, self._stop_asked = "", False
+        self._signal, self._stop_asked, self._all_joined = "", False, False
         self._since: dict[str, float] = {}
 
     def run(self) -> int:
@@ -81,11 +82,8 @@ class Launcher:
         """On several nodes: node 0 can be found, and its port is free."""
         if self._num_nodes == 1:
             return
-        host, _, port = self._endpoint.rpartition(":")
         try:
-            self._company.set_address(address_towards(host))
-            if self._args.node_rank == 0:
-                check_port(int(port))
+            self._company.set_address(check_rendezvous(self._endpoint, is_host=self._args.node_rank == 0))
         except (OSError, ValueError) as error:
             raise NotStartedError(
                 ExitCode.BAD_INPUT,
@@ -171,10 +169,18 @@ class Launcher:
             return self._for_s(f"exit.json says {record.code}") > (FINISH_S if good else FOLLOW_S)
         if self._company.trouble is not None:
             return self._for_s("trouble") > FOLLOW_S and self._claim(self._company.trouble)
-        if elapsed_s > self._args.start_timeout and "joined" not in self._since:
-            late = self._late_ranks(elapsed_s)
-            return late is not None and self._claim(late)
-        return False
+        if elapsed_s < self._args.start_timeout or self._all_joined:
+            return False
+        late = late_start(
+            self._own_beats(),
+            self._own_ranks,
+            node=self._title or "this host",
+            over_s=elapsed_s - self._args.start_timeout,
+            limit_s=self._args.start_timeout,
+            launcher_log=self._log,
+        )
+        self._all_joined = late == ALL_JOINED
+        return isinstance(late, ExitRecord) and self._claim(late)
 
     def _for_s(self, what: str) -> float:
         """Seconds since this was first so."""
@@ -184,36 +190,8 @@ class Launcher:
         claim(self._run_folder, record)
         return True
 
-    def _late_ranks(self, elapsed_s: float) -> ExitRecord | None:
-        """Ranks of this node that are not in the job though the time to start is over; None when all are."""
-        beats = self._own_beats()
-        begun = {beat.rank for beat in beats}
-        on = self._title or "this host"
-        if absent := [rank for rank in self._own_ranks if rank not in begun]:
-            reason = (
-                f"rank {absent[0]} of {on} has not begun within {elapsed_s:.0f} s, with {len(absent) - 1} more of it"
-            )
-            return ExitRecord(
-                code=ExitCode.RANK_FAILED,
-                reason=f"{reason}; see {self._log}, or raise --start-timeout",
-                rank=absent[0],
-                phase="start",
-            )
-        if outside := [beat for beat in beats if beat.ticks == 0]:
-            if elapsed_s < self._args.start_timeout + FOLLOW_S:  # a node whose ranks have not begun is told first
-                return None
-            reason = (
-                f"{outside[0].title} of {on} waits for the others since {elapsed_s:.0f} s, {outside[0].doing}: the "
-                "nodes do not reach one another; needs a network interface that leads to all nodes; set GLOO_SOCKET_IFNAME "
-                "and NCCL_SOCKET_IFNAME, or raise --start-timeout"
-            )
-            return ExitRecord(code=ExitCode.RANK_FAILED, reason=reason)
-        self._since["joined"] = time.monotonic()
-        return None
-
     def _own_beats(self) -> list[Beat]:
-        found = (read_beat(beat_path(self._run_folder, rank)) for rank in self._own_ranks)
-        return [beat for beat in found if beat is not None]
+        return read_beats(self._run_folder, self._own_ranks)
 
     def _hear(self) -> None:
         """Take a signal, or wait a moment for one."""
@@ -246,12 +224,10 @@ class Launcher:
         """Sweep up, settle the record with the other nodes, say how it was."""
         beats = self._own_beats()
         finding = finding_of(
-            beats,
-            torchrun_code=torchrun_code,
-            signal=self._signal,
-            node=self._title,
-            launcher_log=self._log,
+            beats, torchrun_code=torchrun_code, signal=self._signal, node=self._title, launcher_log=self._log
         )
+        if torchrun_code and beats:  # before the sweep, whose consequences other nodes would take for the cause
+            claim(self._run_folder, finding)
         for line in sweep(self._company.mark.job_id, self._args.node_rank, beats):
             _say(line)
         own = [finding] if torchrun_code else []

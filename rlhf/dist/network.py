@@ -35,3 +35,16 @@ def check_port(port: int) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("", port))
         probe.listen()
+
+
+def check_rendezvous(endpoint: str, *, is_host: bool) -> str:
+    """This node's address on the network of HOST_0:PORT, which is there and, on host 0 itself, free.
+
+    Raises:
+        OSError, ValueError: It cannot be used from here.
+    """
+    host, _, port = endpoint.rpartition(":")
+    address = address_towards(host)
+    if is_host:
+        check_port(int(port))
+    return address

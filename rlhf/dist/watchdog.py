@@ -119,6 +119,7 @@ class Watchdog:
         clock: ProgressClock,
         watched: Iterable[int],
         limits: Limits,
+        launched: bool = False,
         on_blame: Callable[[Blame], None],
         on_ended: Callable[[], None],
     ) -> None:
@@ -130,12 +131,15 @@ class Watchdog:
             clock: This rank's progress.
             watched: Ranks to watch.
             limits: When a rank counts as lost.
+            launched: A launcher watches the start, with a time limit of its own; ranks are not judged by each other
+                for slow progress until they have joined.
             on_blame: A rank is lost or hangs.
             on_ended: Another rank ended the job a while ago (its exit record says how), but this one still runs.
         """
         self._ended, self._on_ended, self._ended_since = exit_path(run_folder), on_ended, 0.0
         self._paths = {rank: beat_path(run_folder, rank) for rank in watched}
         self._heart, self._clock, self._limits, self._on_blame = heart, clock, limits, on_blame
+        self._launched = launched
         self._changed: dict[int, tuple[int, float]] = {}
         self._quit = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rlhf-watchdog", daemon=True)
@@ -190,4 +194,7 @@ class Watchdog:
 
     def _judge(self, own: Beat) -> Blame | None:
         peers = self.peers()
-        return dead_peer(peers) or silent_peer(peers, self._limits) or hung_rank(own, peers, self._limits)
+        lost = dead_peer(peers) or silent_peer(peers, self._limits)
+        if lost is not None or (self._launched and own.ticks == 0):
+            return lost
+        return hung_rank(own, peers, self._limits)

@@ -71,6 +71,11 @@ def hang_on_rank_1(ranks: Ranks) -> None:
     dist.barrier(everyone)
 
 
+def never_begins_on_node_1(ranks: Ranks) -> None:
+    """For the nodes that do: main holds the others up before the job."""
+    work(ranks)
+
+
 def bad_data(ranks: Ranks) -> None:
     """What a loader does with a broken file."""
     raise DataError("rows.jsonl:3: not JSON; needs one object a line; mend the line")
@@ -83,6 +88,8 @@ def crash_in_c(ranks: Ranks) -> None:
 
 
 def main() -> None:
+    if os.environ["RLHF_TEST_MODE"] == "never_begins_on_node_1" and os.environ["RLHF_NODE_RANK"] == "1":
+        time.sleep(600)
     config = load_config(sys.argv[1:])
     with job(config.job, run_folder=Path(config.log.folder) / config.name) as ranks:
         globals()[os.environ["RLHF_TEST_MODE"]](ranks)

@@ -1,0 +1,1 @@
+"""What may be wrong with the machines under a job, found before it costs one."""
