@@ -12,7 +12,9 @@ import pytest
 import rlhf
 
 REPO = Path(__file__).resolve().parents[2]
-SCRIPTS = [*sorted((REPO / "scripts").glob("*.sh")), REPO / ".ci" / "run"]
+BATCH_SCRIPTS = sorted((REPO / "scripts" / "slurm").glob("*.sbatch"))
+SCRIPTS = [*sorted((REPO / "scripts").glob("*.sh")), *BATCH_SCRIPTS, REPO / ".ci" / "run"]
+SOURCED = [REPO / "scripts" / "slurm" / "batch_job.sh"]
 
 
 def plain_name(requirement: str) -> str:
@@ -78,7 +80,7 @@ def test_shell_scripts_parse_and_can_be_run() -> None:
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck (apt-get install shellcheck)")
 def test_shell_scripts_pass_shellcheck() -> None:
-    subprocess.run(["shellcheck", *SCRIPTS], check=True)
+    subprocess.run(["shellcheck", *SCRIPTS, *SOURCED], check=True)
 
 
 @pytest.mark.parametrize("name", ["setup", "test", "launch"])

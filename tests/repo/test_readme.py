@@ -16,7 +16,8 @@ from tests.repo.test_layers import LAYERS
 REPO = Path(__file__).resolve().parents[2]
 TEXT = (REPO / "README.md").read_text()
 PACKAGES = [REPO / "megatron_patches", *sorted(p for p in (REPO / "rlhf").iterdir() if (p / "__init__.py").exists())]
-READMES = [REPO / "README.md", REPO / "configs" / "README.md", *(p / "README.md" for p in PACKAGES)]
+FOLDERS = [REPO, REPO / "configs", REPO / "scripts" / "slurm", *PACKAGES]
+READMES = [folder / "README.md" for folder in FOLDERS]
 MADE_BY_RUNS = ("runs/", ".venv", ".cache/", "logs/", "heartbeat/", "tensorboard/", "hf/", "checkpoints/")
 
 

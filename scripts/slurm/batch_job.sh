@@ -1,0 +1,89 @@
+# shellcheck shell=bash
+# What the batch scripts beside it share. They source it in the batch shell, on the job's first node, with RLHF_ROOT set:
+# SLURM runs a copy of a batch script, so that its own place says nothing.
+export RLHF_ROOT
+
+refuse() {
+    echo "slurm: $*" >&2
+    exit 2
+}
+
+# need_command FILE: the program of a batch script is part of this checkout.
+need_command() {
+    [[ -f $RLHF_ROOT/$1 ]] || refuse "$1: not in this checkout; needs one that has the command; update $RLHF_ROOT"
+}
+
+# With CONTAINER_IMAGE every step runs in it: srun's own containers (pyxis) where it has them, else apptainer. Paths are
+# the same inside and outside, because both sides name run folders, configs and models by them.
+container=() in_container=()
+if [[ -n ${CONTAINER_IMAGE:-} ]]; then
+    mounts="$RLHF_ROOT:$RLHF_ROOT"
+    [[ $PWD == "$RLHF_ROOT" ]] || mounts+=",$PWD:$PWD"
+    mounts+="${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
+    if [[ $(srun --help) == *--container-image* ]]; then
+        container=(--container-image="$CONTAINER_IMAGE" --container-mounts="$mounts" --container-workdir="$PWD")
+    elif command -v apptainer >/dev/null; then
+        in_container=(apptainer exec --nv --bind "$mounts" --pwd "$PWD" "$CONTAINER_IMAGE")
+    else
+        refuse "CONTAINER_IMAGE: set, but srun has no --container-image and there is no apptainer; needs one; install it"
+    fi
+fi
+if [[ -n ${CONTAINER_IMAGE:-} ]]; then
+    export RLHF_PYTHON="${RLHF_PYTHON:-python3}"
+else
+    export RLHF_PYTHON="${RLHF_PYTHON:-$RLHF_ROOT/.venv/bin/python}"
+fi
+export PYTHONPATH="$RLHF_ROOT${PYTHONPATH:+:$PYTHONPATH}"
+
+# Before a command: one process on each node of the job; a node whose process fails ends the others.
+step=(srun --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none "${container[@]}")
+
+# HOST:PORT where the nodes meet: the address by which SLURM itself reaches the first node, a port of this job's own.
+rendezvous() {
+    local address
+    address="$(scontrol show node --oneliner "$SLURMD_NODENAME" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')"
+    echo "${RENDEZVOUS:-$address:$((20000 + SLURM_JOB_ID % 10000))}"
+}
+
+stop_asked="" run_folder=""
+trap 'stop_asked=yes' USR1 # SLURM's warning before the time limit, or scancel --signal=USR1 --batch
+trap ':' TERM              # scancel: the steps get it too, and this shell waits to see how they end
+
+# launch_on_all_nodes MODULE CONFIG [key=value ...]: the job from its check to its exit code. Does not return.
+launch_on_all_nodes() {
+    local module="$1" nodes="$SLURM_JOB_NUM_NODES" checked meeting
+    shift
+    checked="$("${step[@]}" --nodes=1 --ntasks=1 "${in_container[@]}" \
+        "$RLHF_PYTHON" -m rlhf.preflight --nnodes "$nodes" --module "$module" "$@")" || exit $?
+    { read -r _ && read -r run_folder; } <<<"$checked"
+    meeting="$(rendezvous)"
+    echo "slurm: job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), run folder $run_folder; nodes by number:" \
+        "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | awk '{ printf "%s%d %s", sep, NR - 1, $0; sep = ", " }')"
+    rm -f "$run_folder/exit.json" # a first node that never starts would leave an old one
+
+    # 75 is a good end; as an exit code srun would take it for a failure and kill the nodes that are still sweeping up.
+    # shellcheck disable=SC2016 # $@ is the inner shell's
+    "${step[@]}" "${in_container[@]}" bash -c 'trap : TERM; "$@" || { code=$?; ((code == 75)) || exit $code; }' launch \
+        "$RLHF_ROOT/scripts/launch.sh" --nnodes "$nodes" --rendezvous "$meeting" --module "$module" "$@" &
+    follow $!
+}
+
+# follow STEP: pass a request to stop on, wait for the end, and leave with the job's exit code.
+follow() {
+    local step_pid="$1" code=0 recorded
+    while kill -0 "$step_pid" 2>/dev/null; do
+        [[ -z $stop_asked ]] || touch "$run_folder/stop" # again and again: the start of a job clears an old request
+        sleep 1 &
+        wait $! || true # a trapped signal ends it at once
+    done
+    wait "$step_pid" || code=$?
+    recorded="$(sed -n 's/.*"code": *\([0-9]*\).*/\1/p' "$run_folder/exit.json" 2>/dev/null || true)"
+    if ((code == 0)) || [[ $recorded == [23] ]]; then
+        code="${recorded:-$code}"
+    fi
+    if ((code == 75)) && [[ -n $stop_asked ]]; then
+        echo "slurm: job $SLURM_JOB_ID stopped in time; back into the queue"
+        scontrol requeue "$SLURM_JOB_ID" || echo "slurm: it could not be requeued; submit it again to go on"
+    fi
+    exit "$code"
+}
