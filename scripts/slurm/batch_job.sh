@@ -49,22 +49,23 @@ stop_asked="" run_folder=""
 trap 'stop_asked=yes' USR1 # SLURM's warning before the time limit, or scancel --signal=USR1 --batch
 trap ':' TERM              # scancel: the steps get it too, and this shell waits to see how they end
 
-# launch_on_all_nodes MODULE CONFIG [key=value ...]: the job from its check to its exit code. Does not return.
+# launch_on_all_nodes MODULE [options of launch.sh] CONFIG [key=value ...]: the job from its check to its exit code.
+# Does not return.
 launch_on_all_nodes() {
-    local module="$1" nodes="$SLURM_JOB_NUM_NODES" checked meeting
+    local nodes="$SLURM_JOB_NUM_NODES" options=(--module "$1") checked
     shift
+    while [[ ${1:-} == --* ]]; do options+=("$1" "${2:-}") && shift $(($# > 1 ? 2 : 1)); done
     checked="$("${step[@]}" --nodes=1 --ntasks=1 "${in_container[@]}" \
-        "$RLHF_PYTHON" -m rlhf.preflight --nnodes "$nodes" --module "$module" "$@")" || exit $?
+        "$RLHF_PYTHON" -m rlhf.preflight --nnodes "$nodes" "${options[@]:0:2}" "$@")" || exit $?
     { read -r _ && read -r run_folder; } <<<"$checked"
-    meeting="$(rendezvous)"
-    echo "slurm: job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), run folder $run_folder; nodes by number:" \
-        "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | awk '{ printf "%s%d %s", sep, NR - 1, $0; sep = ", " }')"
+    echo "slurm: job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST; run folder $run_folder"
     rm -f "$run_folder/exit.json" # a first node that never starts would leave an old one
+    options+=(--nnodes "$nodes" --rendezvous "$(rendezvous)")
 
     # 75 is a good end; as an exit code srun would take it for a failure and kill the nodes that are still sweeping up.
     # shellcheck disable=SC2016 # $@ is the inner shell's
     "${step[@]}" "${in_container[@]}" bash -c 'trap : TERM; "$@" || { code=$?; ((code == 75)) || exit $code; }' launch \
-        "$RLHF_ROOT/scripts/launch.sh" --nnodes "$nodes" --rendezvous "$meeting" --module "$module" "$@" &
+        "$RLHF_ROOT/scripts/launch.sh" "${options[@]}" "$@" &
     follow $!
 }
 
@@ -85,5 +86,15 @@ follow() {
         echo "slurm: job $SLURM_JOB_ID stopped in time; back into the queue"
         scontrol requeue "$SLURM_JOB_ID" || echo "slurm: it could not be requeued; submit it again to go on"
     fi
+    ((code != 3)) || name_nodes
     exit "$code"
+}
+
+# launch.sh knows nodes by number, and of one that never started nothing else.
+name_nodes() {
+    local names number
+    mapfile -t names < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    grep -oE 'nodes? [0-9][0-9, and]*' "$run_folder/exit.json" | grep -oE '[0-9]+' | sort -un | while read -r number; do
+        echo "slurm: node $number is ${names[number]:-unknown}"
+    done || true # it speaks of none
 }

@@ -136,6 +136,7 @@ class SlurmCluster:
 
     def _start(self, *command: str) -> None:
         with (self.folder / f"{command[0]}.out").open("a") as file:
+            command = ("setpriv", "--pdeathsig", "KILL", *command)  # not to outlive a test process that is killed
             self._daemons.append(subprocess.Popen(command, env=self.env, stdout=file, stderr=subprocess.STDOUT))
 
     def logs(self) -> str:
@@ -154,6 +155,11 @@ class SlurmCluster:
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
+
+    def cancel_all(self) -> None:
+        """End every job and wait until both nodes are free."""
+        self.run("scancel", "--user", getpass.getuser())
+        wait_until(lambda: self.node_states() == ["idle"] * len(NODES), limit_s=40, told=self.logs)
 
     def close(self) -> None:
         """End the daemons, and whatever jobs have left."""
@@ -212,11 +218,11 @@ class BatchJob:
         """What runs on the nodes for this job."""
         return processes_with(f"SLURM_CONF={self._cluster.env['SLURM_CONF']}", f"SLURM_JOB_ID={self.id}")
 
-    def wait(self, holds: Callable[[], object], *, limit_s: float = 90) -> None:
+    def wait(self, holds: Callable[[], object], *, limit_s: float = 180) -> None:
         """Return as soon as the condition holds; its output is shown when it does not."""
         wait_until(holds, limit_s=limit_s, told=lambda: f"{self.fields}\n{self.output}")
 
-    def wait_for_end(self, limit_s: float = 90) -> tuple[str, str]:
+    def wait_for_end(self, limit_s: float = 180) -> tuple[str, str]:
         """State and exit code, once the nodes are idle again and no process of the job is left."""
         self.wait(lambda: self.state not in ("PENDING", "RUNNING", "COMPLETING"), limit_s=limit_s)
         self.wait(lambda: self._cluster.node_states() == ["idle"] * len(NODES), limit_s=30)
