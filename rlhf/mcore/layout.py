@@ -5,6 +5,7 @@ linear_qkv is, for each of the rank's KV heads, the query heads that share it, t
 is the rank's slice of gate above its slice of up.
 """
 
+import re
 from functools import cache
 
 from torch import Tensor
@@ -42,6 +43,8 @@ _PARAM = {
     Part.VALUE_HEAD: OUTPUT,
 }
 """Megatron's name of the parameter that holds a part; in a layer, the name inside it."""
+
+_LAYER_PREFIX = re.compile(r"^decoder\.layers\.\d+\.")
 
 _TE_NAMES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -130,6 +133,27 @@ def _stage_params(spec: ModelSpec, parallel: ParallelConfig, head: Head, stage: 
         elif is_last:
             found.append((tensor, name))
     return found
+
+
+def param_shapes(spec: ModelSpec, parallel: ParallelConfig, *, head: Head, stage: int) -> dict[str, tuple[int, ...]]:
+    """Shape of each parameter of any rank of a pipeline stage, by the names of `local_params`."""
+    tp, hidden, head_dim = parallel.tp, spec.hidden_size, spec.head_dim
+    queries, ffn = spec.num_heads * head_dim // tp, spec.ffn_size // tp
+    qkv = queries + 2 * spec.num_kv_heads * head_dim // tp
+    head_rows = 1 if head is Head.VALUE else padded_vocab_size(spec.vocab_size, tp) // tp
+    shapes: dict[str, tuple[int, ...]] = {
+        EMBEDDING: (padded_vocab_size(spec.vocab_size, tp) // tp, hidden),
+        OUTPUT: (head_rows, hidden),
+        "self_attention.linear_qkv.weight": (qkv, hidden),
+        "self_attention.linear_qkv.bias": (qkv,),
+        "self_attention.linear_proj.weight": (hidden, queries),
+        "self_attention.q_layernorm.weight": (head_dim,),
+        "self_attention.k_layernorm.weight": (head_dim,),
+        "mlp.linear_fc1.weight": (2 * ffn, hidden),
+        "mlp.linear_fc2.weight": (hidden, ffn),
+    }
+    params = {param for _, param in _stage_params(spec, parallel, head, stage)}
+    return {param: shapes.get(_LAYER_PREFIX.sub("", param), (hidden,)) for param in sorted(params)}
 
 
 def megatron_layout(spec: ModelSpec, parallel: ParallelConfig, *, head: Head, dtype: str) -> ModelLayout:

@@ -1,0 +1,67 @@
+"""Bytes that a Megatron model holds on one rank, from spec and layout alone; makes no tensor.
+
+As Megatron-Core's distributed optimizer has it: parameters and fp32 gradients of a trained model lie in one buffer
+each, every parameter from a multiple of 64 elements on; a dp rank keeps the optimizer's state for its share of it.
+"""
+
+from dataclasses import dataclass
+from math import ceil, lcm, prod
+
+from rlhf.config.parallel import ParallelConfig
+from rlhf.families.spec import Head, ModelSpec
+from rlhf.mcore.layout import EMBEDDING, OUTPUT, param_shapes
+from rlhf.reshard.layout import ITEM_BYTES
+
+_PARAM_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
+_GRAD_BYTES = _MASTER_BYTES = 4
+_MOMENT_BYTES = 8
+"""Both of Adam's, in fp32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelBytes:
+    """What one rank holds of one model, in bytes but for the first. Activations are not among it."""
+
+    parameters: int
+    """Elements, padding of the vocabulary included."""
+    weights: int
+    gradients: int
+    """0 for a frozen model."""
+    optimizer: int
+    """Moments, and fp32 masters of bf16 weights; at most this, since the share's padding needs none."""
+
+    @property
+    def total(self) -> int:
+        """Sum of the bytes."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def model_bytes(
+    spec: ModelSpec, parallel: ParallelConfig, *, head: Head, dtype: str, trainable: bool, stage: int
+) -> ModelBytes:
+    """Of any rank of a pipeline stage: its tp and dp peers hold as much."""
+    shapes = param_shapes(spec, parallel, head=head, stage=stage)
+    item, parameters = ITEM_BYTES[dtype], sum(prod(shape) for shape in shapes.values())
+    if not trainable:
+        return ModelBytes(parameters=parameters, weights=parameters * item, gradients=0, optimizer=0)
+    is_tied_apart = spec.tied_embeddings and head is Head.LM and parallel.pp > 1
+    buffer = _buffer_elements(shapes, dp=parallel.dp, in_own_bucket={EMBEDDING, OUTPUT} if is_tied_apart else set())
+    state = _MOMENT_BYTES + (_MASTER_BYTES if item < _MASTER_BYTES else 0)
+    return ModelBytes(
+        parameters=parameters,
+        weights=buffer * item,
+        gradients=buffer * _GRAD_BYTES,
+        optimizer=buffer // parallel.dp * state,
+    )
+
+
+def _buffer_elements(shapes: dict[str, tuple[int, ...]], *, dp: int, in_own_bucket: set[str]) -> int:
+    """Elements of the gradient buffer: one bucket, and one for an embedding that two stages share."""
+    bucket = lcm(dp, _BUCKET_ALIGNMENT)
+    rest = sum(_up(prod(shape), _PARAM_ALIGNMENT) for name, shape in shapes.items() if name not in in_own_bucket)
+    shared = [prod(shape) for name, shape in shapes.items() if name in in_own_bucket]
+    return _up(rest, bucket) + sum(_up(size, bucket) for size in shared)
+
+
+def _up(number: int, multiple: int) -> int:
+    return ceil(number / multiple) * multiple

@@ -1,0 +1,31 @@
+"""Bytes that the native engine holds on one rank, from spec and sizes alone; makes no tensor."""
+
+from dataclasses import dataclass
+from math import ceil, prod
+
+from rlhf.config.rollout import RolloutConfig
+from rlhf.families.spec import ModelSpec
+from rlhf.reshard.layout import ITEM_BYTES
+from rlhf.rollout.native.layout import local_heads, param_shapes
+
+SPAN_STEP = 16
+"""As in kv_cache.py, which imports torch: the cache's tokens are a multiple of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineBytes:
+    """The same on every rank of an engine."""
+
+    weights: int
+    kv_cache: int
+    """Given back while models train."""
+
+
+def engine_bytes(spec: ModelSpec, rollout: RolloutConfig, *, dtype: str) -> EngineBytes:
+    """Of one rank of an engine."""
+    item, (_, kv_heads) = ITEM_BYTES[dtype], local_heads(spec, rollout.tp)
+    tokens = ceil(rollout.kv_cache_tokens / SPAN_STEP) * SPAN_STEP
+    return EngineBytes(
+        weights=item * sum(prod(shape) for shape in param_shapes(spec, rollout.tp).values()),
+        kv_cache=item * spec.num_layers * 2 * tokens * kv_heads * spec.head_dim,
+    )
