@@ -11,6 +11,8 @@ Train a language model by reinforcement learning or fine-tuning.
 
 usage: torchrun --nproc-per-node RANKS -m rlhf.train CONFIG.yaml [KEY=VALUE ...]
        python -m rlhf.train CONFIG.yaml [KEY=VALUE ...]      (one process)
+       python -m rlhf.train CONFIG.yaml [KEY=VALUE ...] --check [--world-size N] [--gpus-per-node N] [--gpu-memory GIB]
+                                                             (looks at the run, starts nothing; see --check --help)
 
 CONFIG.yaml holds the keys below as nested sections; each KEY=VALUE replaces one of them.
 

@@ -24,6 +24,17 @@ def resolve_folder(path_or_hub_id: str, *, where: str = "model.path") -> Path:
     Raises:
         CheckpointError: There is neither such a folder nor such a cached model.
     """
+    folder = find_folder(path_or_hub_id)
+    if folder is None:
+        raise CheckpointError(
+            f"{where}: {path_or_hub_id!r} is neither a folder nor a hub id in the local cache; "
+            "needs a Hugging Face checkpoint folder; correct the path, or download it with `hf download` first"
+        )
+    return folder
+
+
+def find_folder(path_or_hub_id: str) -> Path | None:
+    """As `resolve_folder`, but None where there is none."""
     folder = Path(path_or_hub_id).expanduser()
     if folder.is_dir():
         return folder
@@ -35,10 +46,7 @@ def resolve_folder(path_or_hub_id: str, *, where: str = "model.path") -> Path:
             return Path(snapshot_download(path_or_hub_id, local_files_only=True))
         except (LocalEntryNotFoundError, HFValidationError):
             pass
-    raise CheckpointError(
-        f"{where}: {path_or_hub_id!r} is neither a folder nor a hub id in the local cache; "
-        "needs a Hugging Face checkpoint folder; correct the path, or download it with `hf download` first"
-    )
+    return None
 
 
 def weight_files(folder: Path) -> dict[str, str]:

@@ -4,6 +4,7 @@ Reads headers only and imports no torch: scripts/launch.sh asks it first, then e
 """
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 
 from rlhf.config.checks import Faults, noted, refuse
@@ -13,7 +14,8 @@ from rlhf.config.rollout import SamplingConfig
 from rlhf.config.run import PPORunConfig, RunConfig
 from rlhf.data.row_files import check_there
 from rlhf.families.admissible import check_layout
-from rlhf.families.folder import check_whole, resolve_folder
+from rlhf.families.folder import check_whole, find_folder, resolve_folder
+from rlhf.families.published import find_published
 from rlhf.families.registry import read_spec
 from rlhf.families.spec import ModelSpec
 from rlhf.rollout.native.layout import check_tp
@@ -21,12 +23,16 @@ from rlhf.rollout.native.layout import check_tp
 Role = TrainedRoleConfig | FrozenRoleConfig
 
 
-def check_inputs(config: RunConfig, faults: Faults | None = None) -> dict[str, ModelSpec]:
+def check_inputs(
+    config: RunConfig, faults: Faults | None = None, *, on_published: Callable[[str, str], None] | None = None
+) -> dict[str, ModelSpec]:
     """Whether models and data are there, and the models admit their layouts. No communication.
 
     Args:
         config: The run.
         faults: What is known to be wrong with it; what hangs on that is not asked.
+        on_published: Lets a hub id that is not in the local cache pass by its published shapes, and is told (role,
+            hub id). Left out, the checkpoint itself must be there.
 
     Returns:
         What each role's model is, for the roles whose config.json could be read.
@@ -39,7 +45,15 @@ def check_inputs(config: RunConfig, faults: Faults | None = None) -> dict[str, M
     specs = {}
     for name, role in roles_of(config).items():
         with noted():
-            specs[name] = _checked_model(name, role, save_hf=config.save_hf, faults=faults)
+            known = find_published(role.model.path) if on_published and "/" in role.model.path else None
+            if on_published and known and find_folder(role.model.path) is None:
+                specs[name] = known.spec
+                on_published(name, role.model.path)
+            else:
+                specs[name] = _checked_folder(name, role, save_hf=config.save_hf)
+        if name in specs and not faults.doubts(rf"{name}\.parallel\..*"):
+            with noted():
+                check_layout(specs[name], role.parallel, where=f"{name}.parallel")
     if config.data.source in ("jsonl", "parquet"):
         with noted():
             check_there(config.data.source, Path(config.data.path))
@@ -70,12 +84,9 @@ def _check_generation(config: PPORunConfig, specs: dict[str, ModelSpec], faults:
             check_tp(actor, config.rollout.tp)
 
 
-def _checked_model(name: str, role: Role, *, save_hf: str, faults: Faults) -> ModelSpec:
+def _checked_folder(name: str, role: Role, *, save_hf: str) -> ModelSpec:
     folder = resolve_folder(role.model.path, where=f"{name}.model.path")
     spec = read_spec(folder)
-    if not faults.doubts(rf"{name}\.parallel\..*"):
-        with noted():
-            check_layout(spec, role.parallel, where=f"{name}.parallel")
     if role.model.init == "checkpoint":
         with noted():
             check_whole(folder)

@@ -1,0 +1,49 @@
+"""The roles of a run as the checks of a whole job see them: model, head and grid of each."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlhf.config.model import TrainedRoleConfig
+from rlhf.config.run import PPORunConfig, RunConfig
+from rlhf.dist.grid import Grid
+from rlhf.families.spec import Head, ModelSpec
+from rlhf.mcore.groups import model_grid
+from rlhf.preflight.inputs import Role, roles_of
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRole:
+    """A Megatron model in its role."""
+
+    name: str
+    config: Role
+    spec: ModelSpec
+    head: Head
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it has gradients and an optimizer."""
+        return isinstance(self.config, TrainedRoleConfig)
+
+    @property
+    def grid(self) -> Grid:
+        """Its ranks."""
+        return model_grid(self.config.parallel)
+
+
+def model_roles(config: RunConfig, specs: Mapping[str, ModelSpec]) -> list[ModelRole]:
+    """The roles whose model is known."""
+    return [
+        ModelRole(name, role, specs[name], Head.VALUE if name == "critic" else Head.LM)
+        for name, role in roles_of(config).items()
+        if name in specs
+    ]
+
+
+def grids_of(config: RunConfig) -> dict[str, Grid]:
+    """Ranks of every role, the engines' too. Sizes must be sound."""
+    grids = {name: model_grid(role.parallel) for name, role in roles_of(config).items()}
+    if isinstance(config, PPORunConfig):
+        rollout = config.rollout
+        grids["rollout"] = Grid(("tp", "engine"), (rollout.tp, rollout.dp), rollout.first_rank)
+    return grids

@@ -1,0 +1,45 @@
+"""Bytes of one weight sync, planned and proved for the whole job in this process."""
+
+from rlhf.config.run import PPORunConfig
+from rlhf.families.spec import Head, ModelSpec
+from rlhf.mcore.layout import megatron_layout
+from rlhf.preflight.text import gib
+from rlhf.reshard.check import Certificate, certify
+from rlhf.reshard.layout import ModelLayout
+from rlhf.reshard.plan import make_plan
+from rlhf.reshard.topology import Topology
+from rlhf.rollout.native.engine import NativeEngine
+
+
+def sync_certificate(config: PPORunConfig, spec: ModelSpec, topology: Topology) -> Certificate:
+    """Of the transfer from the actor's layout to the native engines'; seconds for hundreds of ranks.
+
+    Raises:
+        LayoutError: The layouts cannot hold the model.
+    """
+    return certify(make_plan(*sync_layouts(config, spec), topology))
+
+
+def sync_layouts(config: PPORunConfig, spec: ModelSpec) -> tuple[ModelLayout, ModelLayout]:
+    """(source, destination)."""
+    dtype = config.actor.model.dtype
+    return (
+        megatron_layout(spec, config.actor.parallel, head=Head.LM, dtype=dtype),
+        NativeEngine.layout_of(spec, config.rollout, dtype=dtype),
+    )
+
+
+def render_sync(found: Certificate) -> str:
+    """A few lines."""
+    by_link = ", ".join(f"{link.value} {gib(count)}" for link, count in found.bytes_by_link().items())
+    most_in = max(found.ranks, key=lambda one: one.moved)
+    most_out = max(found.ranks, key=lambda one: sum(one.sent.values()))
+    return "\n".join(
+        [
+            f"one weight sync: {gib(found.moved)} between ranks, lower bound {gib(found.bound)}, "
+            f"ratio {found.ratio:.3f}",
+            f"  {by_link}",
+            f"  most received {gib(most_in.moved)} (rank {most_in.rank}), "
+            f"most sent {gib(sum(most_out.sent.values()))} (rank {most_out.rank})",
+        ]
+    )

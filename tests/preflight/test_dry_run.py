@@ -1,0 +1,164 @@
+"""`python -m rlhf.train CONFIG --check` through its door: what it prints, what it refuses, what it leaves alone."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf.preflight import dry_run
+from tests.scripts.launched import REPO
+from tests.trainers.tiny_run import make_files
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("dry_run")
+    make_files(made)  # 3 layers, 8 heads, 4 KV heads, MLP 56
+    return made
+
+
+@pytest.fixture
+def check(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Check the tiny run with some words; (exit code, stdout, stderr)."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "empty"))
+
+    def run(*words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = dry_run.main([str(folder / "tiny.yaml"), *map(str, words)])
+        out, err = capsys.readouterr()
+        assert not (folder / "runs").exists()
+        return code, out, err
+
+    return run
+
+
+def test_the_command_prints_the_job_and_leaves_nothing(folder: Path) -> None:
+    argv = [
+        sys.executable,
+        "-m",
+        "rlhf.train",
+        str(folder / "tiny.yaml"),
+        "--check",
+        "rollout.dp=2",
+        "actor.parallel.dp=2",
+    ]
+    done = subprocess.run(argv, cwd=REPO, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    parts = done.stdout.split("\n\n")
+    starts = [
+        "models\n",
+        "2 ranks, one node\n",
+        "  rank  actor  critic",
+        "memory of a rank",
+        "one weight sync: 0 between",
+    ]
+    for part, start in zip(parts, starts, strict=False):
+        assert part.startswith(start), done.stdout
+    assert "  0  dp0    all     all        engine0\n" in done.stdout
+    assert "  1  dp1    -       -          engine1" in done.stdout
+    assert done.stdout.endswith("check: nothing wrong\n")
+    assert not (folder / "runs").exists()
+    done = subprocess.run([*argv, "ppo.gamma=2"], cwd=REPO, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "check: 1 thing is wrong:\n  ppo.gamma: 2.0 given; needs 0.0 to 1.0; change it\n"
+
+
+def test_every_fault_is_told_beside_what_can_be_said(check) -> None:
+    code, out, err = check(
+        *("ppo.clip_epss=0.1", "critic.parallel.tp=3", "reference.model.path=/nowhere", "eval.every_steps=5"),
+        *("data.held_out=0", "rollout.first_rank=1", "--world-size", 4, "--lengths", "12"),
+    )
+    assert code == 2
+    assert [line.split(":")[0].strip() for line in err.splitlines()] == [
+        "check",
+        *("ppo.clip_epss", "eval.every_steps", "pools", "critic.parallel.tp", "reference.model.path", "--lengths"),
+    ]
+    assert "check: 6 things are wrong" in err
+    assert "pools: ranks [3] of 4 belong to no role" in err
+    assert re.search(r"actor +each +0 ", out)
+    assert not re.search(r"critic +each", out)  # no rank can hold a third of its heads
+    assert "one weight sync: 0.25 MiB between ranks" in out  # the whole model, from rank 0 to rank 1
+
+
+def test_pools_that_are_not_known_are_not_placed(check) -> None:
+    code, out, err = check("critic.parallel.tp=0", "ppo.minibatch_samples=0", "rollout.kv_cache_tokens=0")
+    assert code == 2
+    assert [line.split(":")[0].strip() for line in err.splitlines()[1:]] == [
+        *("critic.parallel.tp", "rollout.kv_cache_tokens", "ppo.minibatch_samples"),
+    ]
+    assert out.startswith("models\n")
+    assert "ranks" not in out
+    code, out, err = check("ppo.minibatch_samples=0", "rollout.kv_cache_tokens=0", "actor.model.dtype=float8")
+    assert len(err.splitlines()) == 4
+    assert re.search(r"critic +each +0 ", out)
+    assert not re.search(r"(actor|rollout) +each", out)
+    assert "microbatches" not in out
+
+
+def test_a_broken_file_and_broken_options_end_with_2(check, tmp_path: Path) -> None:
+    assert dry_run.main([str(tmp_path / "none.yaml")]) == 2
+    assert dry_run.main([]) == 2
+    for words in (["--world-size", "0"], ["--gpus-per-node", "x"], ["--nonsense"]):
+        with pytest.raises(SystemExit) as left:
+            check(*words)
+        assert left.value.code == 2
+    code, _, err = check("rollout.dp=9", "--gpus-per-node", 8)
+    assert code == 2
+    assert "--gpus-per-node: 9 ranks on nodes of 8" in err
+
+
+def test_help_has_examples(check, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        dry_run.main(["--help"])
+    assert left.value.code == 0
+    assert "--check --world-size 128 --gpus-per-node 8" in capsys.readouterr().out
+
+
+def test_a_hub_id_is_looked_at_by_its_published_shapes_and_said(check) -> None:
+    hub_id = "meta-llama/Meta-Llama-3-8B"
+    code, out, _ = check(f"critic.model.path={hub_id}", f"reference.model.path={hub_id}")
+    assert code == 0
+    assert f"critic.model.path, reference.model.path: {hub_id} is not in the local cache" in out
+    assert f"`hf download {hub_id}`" in out
+    assert re.search(rf"reference +{hub_id} +8,030,261,248", out)
+    assert re.search(
+        rf"critic +{hub_id} +7,504,928,768", out
+    )  # without lm head, with a row of values: 4096 * 128255 fewer
+    for unknown in ("someone/unknown-8b", "llama3-8b"):  # a short name is no path that a run could load
+        code, _, err = check(f"critic.model.path={unknown}")
+        assert code == 2
+        assert f"critic.model.path: {unknown!r} is neither a folder nor a hub id" in err
+
+
+def test_memory_beyond_the_gpu_is_a_fault(check) -> None:
+    words = ("actor.model.path=Qwen/Qwen3-8B", "rollout.tp=1")
+    code, out, err = check(*words, "--gpu-memory", 80)
+    # fp32: 32.8 GB of weights and as much of gradients, twice as much of moments; the engine's weights again
+    assert code == 2
+    assert "--gpu-memory: rank 0 holds 15" in err
+    assert "needs less than 80 GiB" in err
+    code, out, _ = check(*words, "--gpu-memory", 200)
+    assert code == 0
+    assert "memory: the fullest rank while training is 0" in out
+
+
+def test_fine_tuning_has_one_role_and_no_sync(check, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sft = folder / "sft.yaml"
+    sft.write_text(
+        f"name: s\ntrainer: sft\nactor: {{model: {{path: {folder}/model}}, parallel: {{dp: 2}}}}\n"
+        f"data: {{source: jsonl, path: {folder}/rows.jsonl, max_prompt_tokens: 20}}\nsft: {{batch_samples: 9}}\n"
+    )
+    assert dry_run.main([str(sft), "--lengths", "10:1,20:2"]) == 0
+    out, _ = capsys.readouterr()
+    assert "one weight sync" not in out
+    assert "9 rows of 10 to 20 tokens, mean 17" in out
+    assert re.search(r"actor update +1 +4-5 +1 ", out)
+
+
+def test_an_engine_by_import_path_is_not_guessed_at(check) -> None:
+    code, out, _ = check("rollout.engine=rlhf.rollout.native.engine:NativeEngine")
+    assert code == 0
+    assert "rlhf.rollout.native.engine:NativeEngine is not asked" in out
+    assert "one weight sync" not in out
