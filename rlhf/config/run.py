@@ -171,6 +171,11 @@ class PPORunConfig:
 
     def _check_lengths(self) -> None:
         longest, penalty = self.rollout.sampling.max_new_tokens, self.ppo.length_penalty
+        if self.ppo.shaping.truncated == "mask" and self.rollout.sampling.ignore_eos:
+            refuse(
+                "ppo.shaping.truncated: mask leaves no response over, for with rollout.sampling.ignore_eos = true all "
+                "are cut off; set ppo.shaping.truncated=keep"
+            )
         if penalty.min_tokens > longest:
             refuse(
                 f"ppo.length_penalty.min_tokens: {penalty.min_tokens} is more than rollout.sampling.max_new_tokens = "

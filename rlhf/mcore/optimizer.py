@@ -26,7 +26,7 @@ class OptimizerStep:
     """What the gradients were multiplied by; 1 when not clipped."""
     lr: float
     skipped: bool
-    """The norm was not finite: weights, moments and schedule are as before."""
+    """The norm was not finite, or there was nothing to learn from: weights, moments and schedule are as before."""
 
 
 class Optimizer:
@@ -69,6 +69,15 @@ class Optimizer:
         self.megatron.step_with_ready_grads()
         self.steps_done += 1
         return OptimizerStep(grad_norm=norm, clip_factor=factor, lr=lr, skipped=False)
+
+    def skip(self) -> OptimizerStep:
+        """What `step` would be if there were no gradient, and nothing else; no communication.
+
+        A step by AdamW on a gradient of zeros would move the weights all the same, by its momentum and by decay.
+        """
+        self.megatron.zero_grad()
+        lr = learning_rate(self.config, self.steps_done)
+        return OptimizerStep(grad_norm=0.0, clip_factor=1.0, lr=lr, skipped=True)
 
     def _global_norm(self) -> float:
         """Over this rank's share of the gradients, then over the pool.

@@ -52,7 +52,7 @@ class StepReport:
     """What the gradients were multiplied by; 1 when not clipped."""
     lr: float
     skipped: bool
-    """The gradient was not finite and the weights are as before."""
+    """The gradient was not finite, or no token counted: weights, moments and schedule are as before."""
 
 
 def train_step(
@@ -63,11 +63,13 @@ def train_step(
     *,
     microbatch_tokens: int,
     temperature: float = 1.0,
+    counts: bool = True,
 ) -> StepReport:
     """Update the model once from a minibatch; how it is cut into dp ranks and microbatches does not matter.
 
     Collective over the model's pool: each rank brings the rows of its dp coordinate (none is fine), the same on tp and
-    pp peers. `temperature` is that of a policy's log-probs.
+    pp peers. `temperature` is that of a policy's log-probs. `counts`, the same on all ranks: whether any token of the
+    minibatch counts in the loss, on whichever dp rank; if none does, only the sums are taken and the step is skipped.
 
     Raises:
         ShapeError: A row without a prompt, or a token outside the vocabulary.
@@ -91,7 +93,7 @@ def train_step(
     model.chunk.zero_grad_buffer()
     optimizer.zero_grad()
     stats = _sum_stats(model, run_schedule(model, packed, finish, forward_only=False))
-    step = optimizer.step()
+    step = optimizer.step() if counts else optimizer.skip()
     return StepReport(stats, step.grad_norm, step.clip_factor, step.lr, step.skipped)
 
 

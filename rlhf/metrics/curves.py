@@ -27,12 +27,15 @@ class Panel:
     log: bool = False
     points: tuple[tuple[str, str], ...] = ()
     """Metrics that few steps have, drawn as points."""
+    if_moving: bool = False
+    """Left out unless a number of it changes in some run."""
 
 
 PANELS = (
     Panel("Cross entropy of the answers", (("sft/loss", "nats per token"),)),
     Panel("Reward", (("reward/mean", "mean reward"),), points=(("held_out/solved", "held-out solved"),)),
     Panel("KL to the reference", (("kl/ref", "per token"),)),
+    Panel("Weight of the KL penalty", (("kl/coef", "coefficient"),), if_moving=True),
     Panel("Entropy", (("actor/entropy", "nats per token"),)),
     Panel("Response length", (("length/response_mean", "mean"), ("length/response_max", "longest"))),
     Panel("Policy loss", (("actor/loss", "actor"),)),
@@ -61,7 +64,7 @@ def curves_figure(runs: Sequence[RunSeries], *, smooth: int = 0) -> Figure:
 
     smooth: Steps that a line is averaged over; 0 is a tenth of them where there are many, 1 is none.
     """
-    panels = [panel for panel in PANELS if any(name in run.metrics for run in runs for name in _names(panel))]
+    panels = [panel for panel in PANELS if any(_worth_drawing(panel, run) for run in runs)]
     phases = {i: found for i, run in enumerate(runs) if (found := phase_seconds(run.metrics))}
     num_panels = max(1, len(panels) + bool(phases))
     columns = min(num_panels, 3 if num_panels <= 12 else 4)
@@ -78,6 +81,11 @@ def curves_figure(runs: Sequence[RunSeries], *, smooth: int = 0) -> Figure:
         ax.set_xlabel("step", fontsize=8, color=FAINT)
     _head(figure, runs)
     return figure
+
+
+def _worth_drawing(panel: Panel, run: RunSeries) -> bool:
+    series = [run.metrics[name] for name in _names(panel) if name in run.metrics]
+    return any(len({value for _, value in points}) > panel.if_moving for points in series)
 
 
 def _names(panel: Panel) -> list[str]:

@@ -104,7 +104,7 @@ class ActorMetrics:
     lr: float
     """Learning rate of the last optimizer step."""
     skipped_steps: float
-    """Optimizer steps left out because the gradient was not finite."""
+    """Optimizer steps left out because the gradient was not finite, or no token counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +122,7 @@ class CriticMetrics:
     lr: float
     """Learning rate of the last optimizer step."""
     skipped_steps: float
-    """Optimizer steps left out because the gradient was not finite."""
+    """Optimizer steps left out because the gradient was not finite, or no token counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -52,7 +52,7 @@ class UpdateReport:
     """Of the last step."""
     optimizer_steps: int
     skipped_steps: int
-    """Steps whose gradient was not finite: they changed nothing."""
+    """Steps whose gradient was not finite, or in which no token counted: they changed nothing."""
 
     @staticmethod
     def of(reports: list[StepReport]) -> "UpdateReport":
@@ -106,6 +106,7 @@ def run_minibatches(
                 make_loss(max(1.0, counted)),  # nothing counts when every row was dropped: no loss, no 0 / 0
                 microbatch_tokens=microbatch_tokens,
                 temperature=temperature,
+                counts=counted > 0,
             )
         )
         on_progress(len(reports), len(order))

@@ -56,8 +56,10 @@ def _mean_logprob(scale: float) -> LossFn:
     return loss
 
 
-def _step(model: MegatronModel, optimizer: Optimizer, rows: Minibatch, scale: float = 1.0) -> StepReport:
-    return train_step(model, optimizer, rows, _mean_logprob(scale), microbatch_tokens=50)
+def _step(
+    model: MegatronModel, optimizer: Optimizer, rows: Minibatch, scale: float = 1.0, *, counts: bool = True
+) -> StepReport:
+    return train_step(model, optimizer, rows, _mean_logprob(scale), microbatch_tokens=50, counts=counts)
 
 
 def _check_not_finite_is_skipped(factory: GroupFactory) -> None:
@@ -89,6 +91,22 @@ def _check_no_rows_anywhere_is_a_step_of_nothing(factory: GroupFactory) -> None:
         assert torch.equal(param, before[name]), name
 
 
+def _check_a_step_in_which_nothing_counts_leaves_no_trace(factory: GroupFactory) -> None:
+    """With momentum and decay at work, a run with such a step in it is the run without, to the bit."""
+    optim = OptimConfig(lr=1e-3, warmup_steps=4, weight_decay=0.1)
+    (with_it, optimizer), (without, other) = (_model(factory, "float32", optim) for _ in range(2))
+    _step(with_it, optimizer, _rows())
+    report = _step(with_it, optimizer, _rows(), scale=0.0, counts=False)
+    assert (report.skipped, report.grad_norm, report.lr) == (True, 0.0, learning_rate(optim, 1))
+    assert report.stats == {"tokens": 67.0}
+    assert optimizer.steps_done == 1
+    last = _step(with_it, optimizer, _rows())
+    _step(without, other, _rows())
+    assert _step(without, other, _rows()) == last
+    for name, param in local_params(with_it).items():
+        assert torch.equal(param, local_params(without)[name]), name
+
+
 def _check_bf16_masters_keep_small_steps(factory: GroupFactory) -> None:
     # Norm weights start at 1, where bf16 numbers lie 1/128 (above) and 1/256 (below) apart: a step of 1e-3 rounds
     # away if it is not kept in fp32. After 8 steps of about one size, those with a steady gradient are 8e-3 away.
@@ -114,6 +132,7 @@ def _checks() -> None:
     factory = GroupFactory(device_backend="gloo", timeout=timedelta(seconds=60))
     _check_not_finite_is_skipped(factory)
     _check_no_rows_anywhere_is_a_step_of_nothing(factory)
+    _check_a_step_in_which_nothing_counts_leaves_no_trace(factory)
     _check_bf16_masters_keep_small_steps(factory)
 
 

@@ -42,6 +42,13 @@ def png_size(path: Path) -> tuple[int, int]:
     return struct.unpack(">II", data[16:24])
 
 
+def test_a_weight_is_drawn_only_if_it_moves() -> None:
+    fixed, steered = (RunSeries("a", {**PPO, "kl/coef": [(1, 0.1), (2, second)]}) for second in (0.1, 0.12))
+    assert "Weight of the KL penalty" not in titles(curves_figure([fixed]))
+    for runs in ([steered], [fixed, steered]):
+        assert "Weight of the KL penalty" in titles(curves_figure(runs))
+
+
 def test_one_run_shows_its_metrics_with_a_colour_each() -> None:
     figure = curves_figure([RunSeries("a run", PPO)])
     assert titles(figure) == ["Reward", "KL to the reference", "Gradient norm", "Seconds per phase"]

@@ -16,6 +16,7 @@ from rlhf.build import build_loop
 from rlhf.data.batch import Experience, PromptBatch, Rollout
 from rlhf.dist.agree import agree, gather, max_of
 from rlhf.dist.groups import GroupFactory
+from rlhf.mcore.layout import local_params
 from rlhf.trainers.driver_state import NOTHING_YET, DriverState
 from rlhf.trainers.experience import sequences_of
 from rlhf.trainers.ppo import PPOLoop
@@ -167,6 +168,20 @@ def _most_ranks_own_no_row(folder: Path, groups: GroupFactory) -> None:
         assert last["actor/grad_norm"] > 0
 
 
+def _nothing_counts(folder: Path, groups: GroupFactory) -> None:
+    """A step in which every reward fails moves no weight, whatever the layout: not by momentum, not by decay."""
+    failing = "reward.function=tests.trainers.tiny_run:fails"
+    loop = _loop(folder, groups, *APART, failing, "name=failing", "actor.optim.weight_decay=0.1")
+    models = [role.model for role in (loop.models.actor, loop.models.critic) if role.model is not None]
+    before = [{name: param.clone() for name, param in local_params(model).items()} for model in models]
+    _, experience, part = loop.step(DriverState.start(loop.config))
+    assert not experience.loss_mask.values.any()
+    for report in (part.actor, part.critic):
+        assert report is None or (report.skipped_steps, report.optimizer_steps) == (2, 2)
+    for model, held in zip(models, before, strict=True):
+        assert all(torch.equal(param, held[name]) for name, param in local_params(model).items())
+
+
 def _tensors(loop: PPOLoop) -> list[str]:
     if loop.engine is None:
         return []
@@ -199,6 +214,7 @@ def _all_checks(folder: Path) -> None:
     fresh = _loop(folder, groups, *APART, "name=fresh")
     _critic_alone(fresh, fresh.step(DriverState.start(fresh.config))[1], folder, groups)
     _engine_follows_the_trainer(apart, run.state, group)
+    _nothing_counts(folder, groups)
     _most_ranks_own_no_row(folder, groups)
 
 

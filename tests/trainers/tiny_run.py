@@ -87,6 +87,11 @@ def ranks_here(run_folder: Path, groups: GroupFactory) -> Ranks:
     )
 
 
+def fails(record: PromptRecord, text: str) -> float:
+    """A reward that never answers."""
+    raise ValueError("no reward today")
+
+
 def same_parity(record: PromptRecord, text: str) -> float:
     """1 when the first character of the response is as even or odd as the digit that ends the prompt."""
     return float(bool(text) and ord(text[0]) % 2 == int(record.answer) % 2)
