@@ -42,7 +42,7 @@ def test_tokens_follow_the_cut_distribution(temperature, top_k, top_p):
     draws = 20_000
     logits, expected = padded_logits(), reference_probs(padded_logits(), sampling)
     numbers = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws  # an even grid: counts are exact to 1
-    tokens, logprobs = sample(logits.repeat(1, draws), VOCAB, numbers, sampling)
+    tokens, logprobs = sample(logits.repeat(1, draws).T, VOCAB, numbers, sampling)
     counts = tokens.bincount(minlength=PADDED)
     assert counts[VOCAB:].sum() == 0
     assert (counts[:VOCAB] - draws * expected).abs().max() <= 1.01
@@ -55,7 +55,7 @@ def test_counts_of_hashed_uniforms_pass_a_chi_square_test():
     sampling = SamplingConfig(temperature=1.2, top_k=25)
     expected = reference_probs(padded_logits(), sampling)
     seeds = torch.tensor([sample_seed(1, sample, 0) for sample in range(10_000)])
-    tokens, _ = sample(padded_logits(10_000), VOCAB, uniforms(seeds, torch.full_like(seeds, 4)), sampling)
+    tokens, _ = sample(padded_logits(10_000).T, VOCAB, uniforms(seeds, torch.full_like(seeds, 4)), sampling)
     kept = expected > 0
     counts = tokens.bincount(minlength=PADDED)[:VOCAB]
     chi2 = float(((counts - 10_000 * expected)[kept] ** 2 / (10_000 * expected)[kept]).sum())
@@ -65,7 +65,7 @@ def test_counts_of_hashed_uniforms_pass_a_chi_square_test():
 def test_logprobs_of_a_large_vocabulary_are_those_of_float64():
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(49152, 3, generator=generator) * 4
-    tokens, logprobs = sample(logits.clone(), 49000, torch.rand(3, generator=generator).double(), SamplingConfig())
+    tokens, logprobs = sample(logits.T.clone(), 49000, torch.rand(3, generator=generator).double(), SamplingConfig())
     exact = logits[:49000].double().log_softmax(0).gather(0, tokens[None])[0]
     # logits up to 20 have a spacing of 2e-6 in float32; adding the vocabulary up entry by entry would err by 1e-4
     torch.testing.assert_close(logprobs.double(), exact, atol=2e-6, rtol=0)
@@ -73,7 +73,7 @@ def test_logprobs_of_a_large_vocabulary_are_those_of_float64():
 
 def test_zero_temperature_takes_the_largest_and_reports_the_untempered_logprob():
     logits = padded_logits()
-    tokens, logprobs = sample(logits.clone(), VOCAB, torch.zeros(1).double(), SamplingConfig(temperature=0.0))
+    tokens, logprobs = sample(logits.T.clone(), VOCAB, torch.zeros(1).double(), SamplingConfig(temperature=0.0))
     assert tokens.item() == logits[:VOCAB, 0].argmax().item()
     torch.testing.assert_close(logprobs, logits[:VOCAB, 0].log_softmax(0)[tokens])
 
@@ -84,7 +84,7 @@ def test_extreme_uniforms_never_choose_an_impossible_token():
     logits[:, 2:] = float("-inf")
     logits[[3, 4], 2:] = 1.0
     last = 1.0 - 2.0**-53
-    tokens, _ = sample(logits, VOCAB, torch.tensor([0.0, last, 0.0, last], dtype=torch.float64), SamplingConfig())
+    tokens, _ = sample(logits.T, VOCAB, torch.tensor([0.0, last, 0.0, last], dtype=torch.float64), SamplingConfig())
     assert tokens.tolist()[1:] == [70, 3, 4]
     assert tokens[0] in (5, 70)
 
@@ -93,7 +93,7 @@ def test_the_last_uniform_stays_inside_the_vocabulary_whatever_the_rounding():
     # a block's float32 sum may exceed the sum of its entries: without a guard the search runs off the block's end
     logits = torch.randn(64, 3000, generator=torch.Generator().manual_seed(4)) * 3
     last = torch.full((3000,), 1.0 - 2.0**-53, dtype=torch.float64)
-    tokens, _ = sample(logits.clone(), 64, last, SamplingConfig())
+    tokens, _ = sample(logits.T.clone(), 64, last, SamplingConfig())
     assert int(tokens.max()) == 63
     assert (tokens > 55).all()  # the entries behind it have no more weight than float32 rounds away
 
@@ -101,7 +101,7 @@ def test_the_last_uniform_stays_inside_the_vocabulary_whatever_the_rounding():
 def test_a_block_without_weight_is_never_chosen_by_zero():
     logits = torch.full((PADDED, 1), float("-inf"))
     logits[[70, 71]] = 0.0
-    tokens, _ = sample(logits, VOCAB, torch.zeros(1, dtype=torch.float64), SamplingConfig())
+    tokens, _ = sample(logits.T, VOCAB, torch.zeros(1, dtype=torch.float64), SamplingConfig())
     assert tokens.tolist() == [70]
 
 
@@ -114,7 +114,7 @@ def test_a_nucleus_of_hundreds_of_tokens_is_found(top_p):
     size = int((probs[order].cumsum(0) - probs[order] < top_p).sum())
     assert size > 256
     numbers = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws
-    tokens, _ = sample(logits.repeat(1, draws), vocab, numbers, SamplingConfig(top_p=top_p))
+    tokens, _ = sample(logits.repeat(1, draws).T, vocab, numbers, SamplingConfig(top_p=top_p))
     kept = torch.zeros_like(probs).index_copy(0, order[:size], probs[order[:size]])
     counts = tokens.bincount(minlength=vocab)
     assert (counts - draws * kept / kept.sum()).abs().max() <= 1.01

@@ -9,7 +9,8 @@ from torch.nn import functional
 
 from rlhf.config.rollout import SamplingConfig
 from rlhf.rollout.native.kv_cache import SPAN_STEP, KvCache
-from rlhf.rollout.native.model import FULL_ROWS, DecodeStep, NativeModel, PromptPack
+from rlhf.rollout.native.linear import ROW_STEP
+from rlhf.rollout.native.model import DecodeStep, NativeModel, PromptPack
 from rlhf.rollout.native.peers import Peers
 from rlhf.rollout.native.responses import Responses
 from rlhf.rollout.native.rope import rotary_table
@@ -37,19 +38,18 @@ class Decoder:
         self._longest = 0  # tokens of the longest running row, less the steps made so far
 
     @torch.inference_mode()
-    def run(self, rows: list[Row], responses: Responses, *, max_running: int, full_rows: bool) -> None:
-        """Sample a response to each row. full_rows pads steps to FULL_ROWS. Collective over the engine."""
+    def run(self, rows: list[Row], responses: Responses, *, max_running: int) -> None:
+        """Sample a response to each row. Collective over the engine."""
         num_slots = self._cut_cache(rows, max_running)
         scheduler = Scheduler(rows, num_slots=num_slots)
-        running = RunningRows(_multiple(num_slots, FULL_ROWS), self._model.device)
+        running = RunningRows(_multiple(num_slots, ROW_STEP), self._model.device)
         rotary = rotary_table(
             self._model.spec, self._cache.slot_tokens, device=self._model.device, dtype=self._model.dtype
         )
         while not scheduler.is_done:
             self._let_in(scheduler, running, rotary)
             num_rows = scheduler.num_running
-            padded = _multiple(num_rows, FULL_ROWS if full_rows or num_rows > FULL_ROWS // 2 else 2)
-            tokens, logprobs = self._step(num_rows, padded, running, rotary)
+            tokens, logprobs = self._step(num_rows, _multiple(num_rows, ROW_STEP), running, rotary)
             responses.add(running.get(Column.INDEX, num_rows).clone(), tokens, logprobs)
             running.advance(tokens)
             self._let_out(scheduler, running, tokens, responses)
@@ -95,7 +95,7 @@ class Decoder:
         num_tokens, longest = int(lengths.sum()), _multiple(int(lengths.max()), PROMPT_STEP)
         prompt_of = torch.repeat_interleave(torch.arange(len(prompts)), lengths)
         positions = torch.arange(num_tokens) - (lengths.cumsum(0) - lengths)[prompt_of]
-        padding = (0, _multiple(num_tokens, FULL_ROWS) - num_tokens)
+        padding = (0, _multiple(num_tokens, ROW_STEP) - num_tokens)
         tokens = torch.tensor([token for prompt in prompts for token in prompt])
         return PromptPack(
             tokens=functional.pad(tokens, padding).to(device),

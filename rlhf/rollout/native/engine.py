@@ -26,11 +26,7 @@ _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class NativeEngine:
-    """A `RolloutEngine` in plain torch; see there for the methods and `EngineFactory` for the arguments.
-
-    batch_invariant: run at least 16 rows, so that a sample's tokens and log-probs are the same to the bit whatever else
-    is in the batch (on CPUs). False is faster for 8 rows and fewer, and equal to rounding.
-    """
+    """A `RolloutEngine` in plain torch; see there for the methods and `EngineFactory` for the arguments."""
 
     def __init__(
         self,
@@ -44,7 +40,6 @@ class NativeEngine:
         run_seed: int,
         eos_token_ids: tuple[int, ...],
         on_progress: ProgressFn | None = None,
-        batch_invariant: bool = True,
     ) -> None:
         self._spec, self._config, self._run_seed = spec, config, run_seed
         self._eos_token_ids = eos_token_ids
@@ -52,7 +47,7 @@ class NativeEngine:
         if self._peers.size != config.tp:
             raise EngineError(f"native engine: tp_group has {self._peers.size} ranks, but rollout.tp = {config.tp}")
         self._model = NativeModel(spec, self._peers, dtype=dtype, device=device)
-        self._batch_invariant, self._on_progress = batch_invariant, on_progress
+        self._on_progress = on_progress
         self._policy_version = 0
         self._rows: list[tuple[SamplingConfig, Row]] = []
         self._prompts: list[PromptBatch] = []
@@ -88,17 +83,13 @@ class NativeEngine:
         if self._peers.is_leader and not self._prompts:
             raise EngineError("native engine: nothing was submitted since the last collect; call submit() first")
         (rows, self._rows), (prompts, self._prompts) = (self._rows, []), (self._prompts, [])
+        self._model.pack()
         responses = Responses(len(rows), on_progress=self._on_progress)
         for sampling, group in groupby(rows, key=itemgetter(0)):
             decoder = Decoder(
                 self._model, self._cache, self._peers, sampling=sampling, stop_ids=self._stop_ids(sampling)
             )
-            decoder.run(
-                [row for _, row in group],
-                responses,
-                max_running=self._config.max_running,
-                full_rows=self._batch_invariant,
-            )
+            decoder.run([row for _, row in group], responses, max_running=self._config.max_running)
         if not self._peers.is_leader:
             return None
         return responses.rollout(
@@ -126,10 +117,12 @@ class NativeEngine:
     def weights_updated(self, policy_version: int) -> None:
         """See `RolloutEngine.weights_updated`."""
         self._policy_version = policy_version
+        self._model.unpack()
 
     def sleep(self) -> None:
         """See `RolloutEngine.sleep`."""
         self._cache = None
+        self._model.unpack()
 
     def wake(self) -> None:
         """See `RolloutEngine.wake`."""

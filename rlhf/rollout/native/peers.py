@@ -27,13 +27,12 @@ class Peers:
         return partial
 
     def gather_logits(self, logits: Tensor) -> Tensor | None:
-        """Logits [vocabulary, rows] of all ranks one below the other, on the leader. Collective over the engine."""
+        """Logits [rows, vocabulary] of all ranks side by side, on the leader. Collective over the engine."""
         if self.size == 1:
             return logits
-        whole = logits.new_empty(self.size * logits.shape[0], logits.shape[1]) if self.is_leader else None
-        parts = list(whole.chunk(self.size)) if whole is not None else None
+        parts = [torch.empty_like(logits) for _ in range(self.size)] if self.is_leader else None
         dist.gather(logits, parts, group=self._device_group, group_dst=0)
-        return whole
+        return None if parts is None else torch.cat(parts, 1)
 
     def share_tokens(self, tokens: Tensor) -> Tensor:
         """The leader's tokens (device, int64) on every rank, in place. Collective over the engine."""
