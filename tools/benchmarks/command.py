@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from tools.benchmarks import rollout, train
+from tools.benchmarks import ppo, reshard, rollout, train
 from tools.benchmarks.compare import Options
 from tools.benchmarks.machine import describe, num_cores
 from tools.benchmarks.report import HEADER, Report
@@ -26,6 +26,8 @@ from tools.benchmarks.work import make_tiny
 BENCHMARKS: Mapping[str, Callable[[Options, Report], None]] = {
     "rollout": rollout.run,
     "train": train.run,
+    "reshard": reshard.run,
+    "ppo": ppo.run,
 }
 PEERS = {
     "hf": "transformers",

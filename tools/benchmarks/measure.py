@@ -31,7 +31,7 @@ class Runs:
         return (max(self.seconds) - min(self.seconds)) / self.median
 
 
-def timed(call: Callable[[], None]) -> float:
+def timed(call: Callable[[], object]) -> float:
     """Seconds of one call."""
     start = time.perf_counter()
     call()

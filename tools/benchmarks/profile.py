@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 ROWS = 15
 
 
-def profiled(call: Callable[[], None]) -> str:
+def profiled(call: Callable[[], object]) -> str:
     """The operators that take most time of their own, as a table."""
     with profile(activities=[ProfilerActivity.CPU]) as found:
         call()

@@ -70,7 +70,7 @@ class Side:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError as error:
-            raise SideError(f"{self.name}: ended; the end of its log: {self._tail()}") from error
+            raise SideError(f"{self.name}: ended; the end of its log: {tail(self._log)}") from error
         return self._answer(ANSWER_LIMIT_S)
 
     def peak_mib(self) -> int:
@@ -101,18 +101,20 @@ class Side:
         assert self._process.stdout is not None, "opened as a pipe"
         ready, _, _ = select.select([self._process.stdout], [], [], limit_s)
         if not ready:
-            raise SideError(f"{self.name}: no answer within {limit_s:g} s; the end of its log: {self._tail()}")
+            raise SideError(f"{self.name}: no answer within {limit_s:g} s; the end of its log: {tail(self._log)}")
         line = self._process.stdout.readline()
         if not line:
-            raise SideError(f"{self.name}: ended; the end of its log: {self._tail()}")
+            raise SideError(f"{self.name}: ended; the end of its log: {tail(self._log)}")
         answer = json.loads(line)
         if "missing" in answer:
             raise SideError(f"{self.name}: not installed ({answer['missing']})")
         return answer
 
-    def _tail(self) -> str:
-        lines = [line for line in self._log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-        return " | ".join(lines[-3:])[-600:] or "(empty)"
+
+def tail(log: Path) -> str:
+    """The end of a log, on one line."""
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return " | ".join(lines[-3:])[-600:] or "(empty)"
 
 
 def serve(start: Callable[[], tuple[Handler, Mapping[str, str]]]) -> None:
