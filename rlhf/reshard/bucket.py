@@ -15,6 +15,9 @@ from rlhf.reshard.plan import Move, Plan, RankPlan
 
 OrderKey = tuple[int, int, int, int]
 
+ALONE_BYTES = 2**18
+"""A block of at least this size is a message of its own, so that an end where it is contiguous need not copy it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -57,7 +60,8 @@ def split(box: Box, max_elements: int) -> Iterator[Box]:
 
 def messages_of(plan: Plan, part: RankPlan, bucket_bytes: int) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
     """One rank's (receives, sends) as messages of at most half a bucket, each in the order of the job."""
-    packer = _Packer(plan, max(1, bucket_bytes // 2 // plan.src.item_bytes))
+    item_bytes = plan.src.item_bytes
+    packer = _Packer(plan, max(1, bucket_bytes // 2 // item_bytes), ALONE_BYTES // item_bytes)
     return packer.messages(part.receives), packer.messages(part.sends)
 
 
@@ -99,8 +103,8 @@ def _bucket(messages: Sequence[Message], incoming: set[int]) -> Bucket:
 class _Packer:
     """Joins the moves of each pair of ranks into messages; both ends of a pair come to the same."""
 
-    def __init__(self, plan: Plan, max_elements: int) -> None:
-        self._plan, self._max = plan, max_elements
+    def __init__(self, plan: Plan, max_elements: int, alone_elements: int) -> None:
+        self._plan, self._max, self._alone = plan, max_elements, alone_elements
         self._place = {rank: at for at, rank in enumerate(plan.ranks)}
         self._shards: dict[int, dict[str, _Held]] = {}
 
@@ -112,17 +116,19 @@ class _Packer:
         return tuple(sorted(found, key=lambda message: message.key))
 
     def _pack(self, src: int, dst: int, moves: Iterable[Move]) -> Iterator[Message]:
-        """A pair's moves, cut to size and joined while they lie in one round of the source's shard."""
+        """A pair's moves, cut to size; small ones are joined while they lie in one round of the source's shard."""
         # Ranks take turns as each other's peers, so that nobody is sent to by everybody at once.
         turn = (self._place[dst] - self._place[src]) % len(self._place)
         now: list[Move] = []
-        filled, now_round, number = 0, -1, 0
+        filled, limit, now_round, number = 0, 0, -1, 0
         for move in moves:
             for box in split(move.box, self._max):
                 at = self._round(src, move.tensor, box)
-                if now and (at != now_round or filled + box.num_elements > self._max):
+                alone = box.num_elements >= self._alone
+                if now and (alone or at != now_round or filled + box.num_elements > limit):
                     yield Message(src, dst, tuple(now), filled, (now_round, turn, src, number))
                     now, filled, number = [], 0, number + 1
+                limit = 0 if alone else self._max
                 now.append(Move(move.tensor, box, src, dst))
                 filled, now_round = filled + box.num_elements, at
         if now:

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from rlhf.errors import WeightSyncError
 from rlhf.reshard.bucket import buckets_of, digests, messages_of
 from rlhf.reshard.check import Certificate, RankTraffic, check_arrivals, rank_traffic, ratio
-from rlhf.reshard.checksum import checksum
+from rlhf.reshard.checksum import MODULUS, checksum
 from rlhf.reshard.execute import LocalParams, Staging, execute
 from rlhf.reshard.layout import Box, ModelLayout, ParamLayout
 from rlhf.reshard.plan import Plan, RankPlan, make_plan
@@ -177,14 +177,14 @@ class _Route:
         held = held_sums(self._part, self._plan.dst_index.of_rank(self._rank), dst)
         rows = self._gather([*(_total(given.get(rank, {})) for rank in ranks), _total(held)])
         for at, rank in enumerate(ranks):
-            if _wrapped(sum(row[at] for row in rows)) == rows[at][-1]:
+            if sum(row[at] for row in rows) % MODULUS == rows[at][-1] % MODULUS:
                 continue
             names, mine = list(self._plan.order), held if rank == self._rank else {}
             by_name = self._gather([int(of.get(name, 0)) for of in (given.get(rank, {}), mine) for name in names])
             wrong = [
                 name
                 for place, name in enumerate(names)
-                if _wrapped(sum(row[place] for row in by_name)) != by_name[at][len(names) + place]
+                if (sum(row[place] for row in by_name) - by_name[at][len(names) + place]) % MODULUS
             ]
             raise WeightSyncError(
                 f"reshard: after the transfer rank {rank} holds other weights than its sources: {', '.join(wrong)}; "
@@ -225,9 +225,4 @@ def held_sums(part: RankPlan, held: Mapping[str, tuple[ParamLayout, ...]], dst: 
 
 
 def _total(sums: Mapping[str, Tensor]) -> int:
-    return _wrapped(sum(int(of_tensor) for of_tensor in sums.values()))
-
-
-def _wrapped(number: int) -> int:
-    """As int64 wraps around."""
-    return (number + 2**63) % 2**64 - 2**63
+    return sum(int(of_tensor) for of_tensor in sums.values()) % MODULUS

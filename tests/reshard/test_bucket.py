@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhf.reshard import bucket
 from rlhf.reshard.bucket import buckets_of, digests, messages_of, split
 from rlhf.reshard.layout import Box
 from rlhf.reshard.plan import make_plan
@@ -51,6 +52,16 @@ def test_buckets_keep_the_order_and_the_limit():
     last = [max(m.key for m in (*bucket.receives, *bucket.sends)) for bucket in buckets]
     first = [min(m.key for m in (*bucket.receives, *bucket.sends)) for bucket in buckets]
     assert all(before < after for before, after in zip(last, first[1:], strict=False))
+
+
+def test_a_large_block_is_a_message_of_its_own(monkeypatch):
+    monkeypatch.setattr(bucket, "ALONE_BYTES", 4 * 30)
+    for rank in PLAN.ranks:
+        for message in messages_of(PLAN, PLAN.of(rank), 1 << 20)[0]:
+            sizes = [move.box.num_elements for move in message.moves]
+            assert max(sizes) < 30 or len(sizes) == 1
+    joined = [len(m.moves) for rank in PLAN.ranks for m in messages_of(PLAN, PLAN.of(rank), 1 << 20)[0]]
+    assert {n > 1 for n in joined} == {True, False}
 
 
 def test_a_changed_block_changes_the_digest():
