@@ -20,7 +20,7 @@ from tools.benchmarks import ppo, reshard, rollout, train
 from tools.benchmarks.compare import Options
 from tools.benchmarks.machine import describe, num_cores
 from tools.benchmarks.report import HEADER, Report
-from tools.benchmarks.side import SideError
+from tools.benchmarks.side import REPO, SideError
 from tools.benchmarks.work import make_tiny
 
 BENCHMARKS: Mapping[str, Callable[[Options, Report], None]] = {
@@ -35,6 +35,7 @@ PEERS = {
     "trl": "TRL with PPO (trl 1.12.0)",
     "trl-grpo": "TRL with GRPO (trl 1.16.0)",
 }
+SMOL = REPO / ".cache" / "smollm2"
 RUNS = 3
 
 
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="bench_") as temporary:
         folder = Path(temporary)
         models = {"tiny": make_tiny(folder / "tiny-llama")}
-        if args.model is not None:
+        if (args.model / "config.json").is_file():
             models["smol"] = args.model.resolve()
         options = Options(
             quick=args.quick,
@@ -88,7 +89,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="also print where our time goes")
     parser.add_argument("--threads", type=_positive, default=num_cores(), help="of each side (all cores)")
     parser.add_argument(
-        "--model", type=_folder, metavar="FOLDER", help="Hugging Face folder of SmolLM2-135M-Instruct, for `smol`"
+        "--model",
+        type=_folder,
+        default=SMOL,
+        metavar="FOLDER",
+        help="Hugging Face folder of SmolLM2-135M-Instruct, for `smol` (.cache/smollm2, if there)",
     )
     parser.add_argument(
         "--peer-python",

@@ -65,9 +65,7 @@ def started(sides: Sequence[SideOf], *arguments: str, options: Options, report: 
             try:
                 one = Side(
                     side.name,
-                    side.module,
-                    *arguments,
-                    python=side.python,
+                    [side.python, "-m", f"tools.benchmarks.sides.{side.module}", *arguments],
                     threads=options.threads,
                     folder=options.folder,
                     env=side.env,
@@ -160,5 +158,5 @@ def missing_models(report: Report, options: Options, kinds: Sequence[str]) -> li
     """The kinds of work whose model is there; of the others it is said."""
     for kind in kinds:
         if kind not in options.models:
-            report.note(f"{kind}: no model folder, left out; make one and give --model FOLDER (see --help)")
+            report.note(f"{kind}: no model folder, left out; make one (tools/fetch_smollm2.py) and give --model FOLDER")
     return [kind for kind in kinds if kind in options.models]

@@ -27,7 +27,7 @@ from tools.benchmarks.gathers import WAYS, Shards, flat_params, param_shapes, sh
 from tools.benchmarks.measure import timed
 from tools.benchmarks.profile import profiled
 
-OURS, UNVERIFIED = "weight sync", "weight sync, unverified"
+OURS, VERIFIED = "weight sync", "weight sync, verified"
 TIMEOUT = timedelta(seconds=120)
 
 
@@ -83,7 +83,7 @@ def _measure(job: Job) -> dict[str, object]:
             bucket_bytes=SyncConfig().bucket_bytes,
             verify=verify,
         )
-        for name, verify in ((OURS, True), (UNVERIFIED, False))
+        for name, verify in ((VERIFIED, True), (OURS, False))
     }
     ways: dict[str, Callable[[], object]] = {
         name: partial(sync.update_weights, params, landed) for name, sync in syncs.items()
@@ -93,14 +93,14 @@ def _measure(job: Job) -> dict[str, object]:
         one = way(src, dst, shards=shards, group=replica, own=own, full=full, landed=landed)
         ways[way.name], received[way.name] = one.run, one.received_bytes()
     seconds = _take_turns(ways, job.runs, landed)
-    stats = syncs[OURS].update_weights(params, landed)
+    stats = syncs[VERIFIED].update_weights(params, landed)
     found = {
         "seconds": seconds,
         "bytes": {OURS: stats.moved, **{name: _sum(count) for name, count in received.items()}},
         "bound": stats.bound,
     }
     if job.profile:
-        call = partial(syncs[OURS].update_weights, params, landed)
+        call = partial(syncs[VERIFIED].update_weights, params, landed)
         found["profile"] = profiled(call) if dist.get_rank() == 0 else call()
     return found
 
@@ -134,7 +134,7 @@ def _take_turns(
                 first = {key: tensor.clone() for key, tensor in landed.items()}
             else:
                 wrong = [key for key, tensor in landed.items() if not torch.equal(tensor, first[key])]
-                assert not wrong, f"{name} and {OURS} differ in {wrong}"
+                assert not wrong, f"{name} and {VERIFIED} differ in {wrong}"
     return seconds
 
 

@@ -1,6 +1,7 @@
 """A side of a comparison: a process that answers requests, one JSON object a line each way. Standard library only.
 
-All sides stay alive while they are compared and take turns, so that whatever else the machine does hits all alike.
+All sides stay alive while they are compared and take turns, so that what else the machine does hits all alike. While
+it is not its turn a side is stopped, for some wait by spinning.
 """
 
 import json
@@ -39,11 +40,10 @@ class Side:
     """
 
     def __init__(
-        self, name: str, module: str, *arguments: str, python: str, threads: int, folder: Path, env: Sequence[str] = ()
+        self, name: str, command: Sequence[str], *, threads: int, folder: Path, env: Sequence[str] = ()
     ) -> None:
-        """Start `python -m tools.benchmarks.sides.MODULE ARGUMENTS` with its log in `folder`."""
+        """Start a command (which calls `serve`) in the repository's root, with its log in `folder`."""
         self.name, self._log = name, folder / f"{name.replace(' ', '_')}.log"
-        command = [python, "-m", f"tools.benchmarks.sides.{module}", *arguments]
         settings = [f"OMP_NUM_THREADS={threads}", "TOKENIZERS_PARALLELISM=false", "HF_HUB_OFFLINE=1", *env]
         with self._log.open("w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
@@ -62,16 +62,20 @@ class Side:
         except SideError:
             self.close()
             raise
+        self._signal(signal.SIGSTOP)
 
     def ask(self, **request: object) -> dict[str, Any]:
         """The side's answer to one request."""
         assert self._process.stdin is not None, "opened as a pipe"
+        self._signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError as error:
             raise SideError(f"{self.name}: ended; the end of its log: {tail(self._log)}") from error
-        return self._answer(ANSWER_LIMIT_S)
+        answer = self._answer(ANSWER_LIMIT_S)
+        self._signal(signal.SIGSTOP)
+        return answer
 
     def peak_mib(self) -> int:
         """Most memory that its processes have taken so far."""
@@ -83,10 +87,10 @@ class Side:
         if self._process.stdin is not None and not self._process.stdin.closed:
             with suppress(BrokenPipeError):
                 self._process.stdin.close()
+        self._signal(signal.SIGCONT)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=10)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # its session, which it leads
+        self._signal(signal.SIGKILL)
         self._process.wait()
 
     def __enter__(self) -> Self:
@@ -96,6 +100,11 @@ class Side:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To its process group, which it leads."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def _answer(self, limit_s: float) -> dict[str, Any]:
         assert self._process.stdout is not None, "opened as a pipe"

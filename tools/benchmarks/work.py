@@ -98,7 +98,7 @@ def prompts(work: Work, count: int, *, lengths: Sequence[int] = ()) -> list[list
 
 
 def make_tiny(folder: Path) -> Path:
-    """Write the tiny model as a Hugging Face folder: token i is the word ti, weights are drawn from a fixed seed."""
+    """Write the tiny model as a Hugging Face folder: token i > 3 is the word ti, weights come from a fixed seed."""
     folder.mkdir(parents=True, exist_ok=True)
     ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     (folder / "config.json").write_text(json.dumps({**hf_config(TINY), **ends}), encoding="utf-8")
@@ -113,10 +113,11 @@ def make_tiny(folder: Path) -> Path:
         for tensor in logical_tensors(TINY, head=Head.LM)
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(TINY.vocab_size)}, unk_token="t3"))
+    special = {"pad_token": "<pad>", "bos_token": "<begin>", "eos_token": "<end>", "unk_token": "<unknown>"}
+    vocabulary = [*special.values(), *(f"t{i}" for i in range(len(special), TINY.vocab_size))]
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token=special["unk_token"]))
     words.pre_tokenizer, words.decoder = pre_tokenizers.WhitespaceSplit(), decoders.WordPiece(prefix="##")
     words.save(str(folder / "tokenizer.json"))
-    special = {"bos_token": "t1", "eos_token": "t2", "pad_token": "t0", "unk_token": "t3", "padding_side": "left"}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512, **special}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512, "padding_side": "left"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**kind, **special}), encoding="utf-8")
     return folder

