@@ -254,7 +254,8 @@ def check_world(config: RunConfig, world_size: int) -> None:
             )
     idle = sorted(set(range(world_size)) - {rank for ranks in pools.values() for rank in ranks})
     if idle:
+        shown = idle if len(idle) <= 8 else f"{idle[:8]} and {len(idle) - 8} more"
         refuse(
-            f"pools: ranks {idle} of {world_size} belong to no role; start fewer, or raise a role's dp "
+            f"pools: ranks {shown} of {world_size} belong to no role; start fewer, or raise a role's dp "
             f"(now {', '.join(f'{role} {r.start}..{r.stop - 1}' for role, r in pools.items())})"
         )

@@ -116,6 +116,8 @@ def _parts_of_job(
     engine_is_known = _has_native_engine(config) and not faults.doubts(r"rollout\.(tp|dp|kv_cache_tokens)|sync\..*")
     if held := memory.holdings(config, sound, with_engine=engine_is_known):
         parts.append(memory.render_memory(held))
+        known = {one.role for one in held}
+        notes += [f"memory: {name} is not known and not in the sums" for name in grids if name not in known]
         if args.gpu_memory:
             staging = 2 * config.sync.bucket_bytes if isinstance(config, PPORunConfig) else 0
             notes += memory.check_fits(held, gpu_memory_gib=args.gpu_memory, staging_bytes=staging)

@@ -79,6 +79,7 @@ def test_every_fault_is_told_beside_what_can_be_said(check) -> None:
     assert "pools: ranks [3] of 4 belong to no role" in err
     assert re.search(r"actor +each +0 ", out)
     assert not re.search(r"critic +each", out)  # no rank can hold a third of its heads
+    assert "memory: critic is not known and not in the sums" in out
     assert "one weight sync: 0.25 MiB between ranks" in out  # the whole model, from rank 0 to rank 1
 
 

@@ -36,6 +36,7 @@ def test_it_says_ranks_and_folder(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == f"4\n{tmp_path}/runs/other\n"
     assert "4 ranks on 3 hosts" in said(capsys, *other, "--nnodes", 3, config)
     assert "ranks [4, 5, 6, 7] of 8 belong to no role" in said(capsys, *other, "--nproc", 8, config)
+    assert "ranks [4, 5, 6, 7, 8, 9, 10, 11] and 88 more of 100" in said(capsys, *other, "--nproc", 100, config)
     assert "'nowhere' is neither a folder nor" in said(capsys, config)
 
 
