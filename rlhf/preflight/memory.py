@@ -23,8 +23,8 @@ class Holding:
     weights: int
     gradients: int = 0
     optimizer: int = 0
-    kv_cache: int = 0
-    """Only while responses are generated."""
+    awake: int = 0
+    """Only while responses are generated: keys and values, and on CPUs packed copies of the engine's weights."""
     activations: int = 0
     """Estimate of the largest forward and backward pass; only while the role works."""
 
@@ -49,14 +49,14 @@ def holdings(config: RunConfig, specs: Mapping[str, ModelSpec], *, with_engine: 
             found.append(Holding(role=role.name, rank=rank, **of_stage[stage]))
     if with_engine and isinstance(config, PPORunConfig) and config.rollout.engine == "native" and "actor" in specs:
         dtype = config.actor.model.dtype
-        engine = engine_bytes(specs["actor"], config.rollout, dtype=dtype)
+        engine = engine_bytes(specs["actor"], config.rollout, dtype=dtype, on_cpu=config.job.device == "cpu")
         found += [
             Holding(
                 role="rollout",
                 rank=rank,
                 parameters=engine.weights // ITEM_BYTES[dtype],
                 weights=engine.weights,
-                kv_cache=engine.kv_cache,
+                awake=engine.awake,
             )
             for rank in config.rollout.ranks
         ]
@@ -110,7 +110,7 @@ class RankSum:
     rank: int
     always: int
     generating: int
-    """With the engines' cache."""
+    """With what engines hold while they are awake."""
     training: int
     """With the largest estimate of activations of any of its roles: they work one after the other."""
 
@@ -124,7 +124,7 @@ def sums(held: Sequence[Holding]) -> list[RankSum]:
         RankSum(
             rank=rank,
             always=(always := sum(one.always for one in ones)),
-            generating=always + sum(one.kv_cache for one in ones),
+            generating=always + sum(one.awake for one in ones),
             training=always + max(one.activations for one in ones),
         )
         for rank, ones in sorted(by_rank.items())
@@ -133,20 +133,24 @@ def sums(held: Sequence[Holding]) -> list[RankSum]:
 
 def render_memory(held: Sequence[Holding]) -> str:
     """For each role the rank that holds most and the one that holds least; then the sums of ranks."""
-    rows = [["role", "", "rank", "parameters", "weights", "gradients", "optimizer", "KV cache", "sum", "activations"]]
+    rows = [["role", "", "rank", "parameters", "weights", "gradients", "optimizer", "awake", "sum", "activations"]]
     for role in dict.fromkeys(one.role for one in held):
         mine = [one for one in held if one.role == role]
-        most = max(mine, key=lambda one: (one.always + one.kv_cache, -one.rank))
-        least = min(mine, key=lambda one: (one.always + one.kv_cache, one.rank))
-        same = most.always + most.kv_cache == least.always + least.kv_cache
+        most = max(mine, key=lambda one: (one.always + one.awake, -one.rank))
+        least = min(mine, key=lambda one: (one.always + one.awake, one.rank))
+        same = most.always + most.awake == least.always + least.awake
         rows += [_row("each" if same else "most", most)]
         rows += [] if same else [_row("least", least)]
-    lines = ["memory of a rank by role (activations: an estimate of the largest pass, not in the sum)", *table(rows)]
+    lines = [
+        "memory of a rank by role",
+        "  awake: while an engine generates, its KV cache above all; activations: an estimate of the largest pass",
+        *table(rows),
+    ]
     totals = sums(held)
     rows = [["all roles of a rank", "most", "on ranks", "least", "on ranks"]]
     for title, of in (
         ("always", lambda one: one.always),
-        ("while generating, with KV cache", lambda one: one.generating),
+        ("while engines are awake", lambda one: one.generating),
         ("while training, with activations", lambda one: one.training),
     ):
         most, least = max(map(of, totals)), min(map(of, totals))
@@ -161,7 +165,7 @@ def render_memory(held: Sequence[Holding]) -> str:
 
 
 def _row(which: str, one: Holding) -> list[str]:
-    parts = (one.weights, one.gradients, one.optimizer, one.kv_cache, one.always + one.kv_cache, one.activations)
+    parts = (one.weights, one.gradients, one.optimizer, one.awake, one.always + one.awake, one.activations)
     return [one.role, which, str(one.rank), f"{one.parameters:,}", *(gib(part) for part in parts)]
 
 
@@ -172,7 +176,7 @@ def check_fits(held: Sequence[Holding], *, gpu_memory_gib: float, staging_bytes:
     if full.generating + staging_bytes > limit:
         refuse(
             f"--gpu-memory: rank {full.rank} holds {gib(full.generating + staging_bytes)} when its engine is awake "
-            f"(roles {gib(full.always)}, KV cache {gib(full.generating - full.always)}, staging of a sync "
+            f"(roles {gib(full.always)}, KV cache and the like {gib(full.generating - full.always)}, staging of a sync "
             f"{gib(staging_bytes)}); needs less than {gpu_memory_gib:g} GiB; lower rollout.kv_cache_tokens, or raise "
             "tp, pp or dp of the roles on it"
         )

@@ -40,9 +40,14 @@ def test_weights_and_cache_take_what_was_foretold(name: str, tokens: int, dtype:
         run_seed=1,
         eos_token_ids=(0,),
     )
-    told = engine_bytes(spec, config, dtype=dtype)
+    told = engine_bytes(spec, config, dtype=dtype, on_cpu=True)
     assert sum(param.untyped_storage().nbytes() for param in engine.params().values()) == told.weights
     assert sum(memory.untyped_storage().nbytes() for memory in engine._cache._memory) == told.kv_cache
+    engine._model.pack()
+    copies = [linear._packed for linear in engine._model._linears() if linear._packed is not None]
+    assert sum(4 * copy.numel() for copy in copies) == told.packed
+    assert (told.packed > 0) == (dtype == "float32")
+    assert engine_bytes(spec, config, dtype=dtype, on_cpu=False).awake == told.kv_cache
 
 
 def test_the_cache_is_rounded_as_the_engine_does() -> None:
