@@ -59,6 +59,8 @@ def test_it_says_ranks_and_folder(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["rollout.tp=3"], "rollout.tp: 3 does not divide num_heads = 8"),
         (["rollout.engine=no_such_package:make"], "rollout.engine: no_such_package:make cannot be loaded"),
         (["critic.model.path=/nowhere"], "critic.model.path: '/nowhere' is neither a folder nor a hub id"),
+        # its shapes are known here, which is enough for --check and not for a run
+        (["critic.model.path=meta-llama/Llama-3.1-405B"], "critic.model.path: 'meta-llama/Llama-3.1-405B' is neither"),
         (["data.path=/nowhere.jsonl"], "data.path: /nowhere.jsonl is not there"),
         (["reward.function=no_such_package.part:score"], "reward.function: no_such_package.part:score cannot be"),
         (["reward.function=no_such.py:score"], "there is no no_such.py"),
