@@ -4,7 +4,7 @@ A checksum is the sum over elements of (bits of the element, mixed, x odd number
 coordinate of the element), mod 2^32. Those of disjoint blocks add up to that of their union, so the two sides may cut a
 tensor as they like; and an element that is changed, or lies elsewhere, changes it. Knows no plan and no process group.
 
-Numbers of 32 bits, not 64, because a CPU then handles a float32 as it lies, without widening it: a third of the time.
+Numbers of 32 bits, not 64, because a float32 is then handled as it lies, without widening it.
 """
 
 import hashlib

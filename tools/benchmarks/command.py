@@ -7,7 +7,7 @@
     python tools/bench.py rollout --model FOLDER --peer-python vllm=/opt/vllm/bin/python
 
 Prints a table, and remarks about what is missing. Exit code 0, also below a target. tools/benchmarks/README.md says
-what is measured, how peers are installed, and what was found.
+what is measured and how peers are installed.
 """
 
 import argparse
