@@ -89,6 +89,7 @@ def _model(
         device=site.ranks.device,
         seed=seed,
         trainable=isinstance(role, TrainedRoleConfig),
+        span=site.span,
     )
     set_weights(model, role.model)
     return model
@@ -200,6 +201,7 @@ def _weight_sync(config: PPORunConfig, site: Site) -> WeightSync | None:
         device=site.ranks.device,
         bucket_bytes=config.sync.bucket_bytes,
         verify=config.sync.verify,
+        span=site.span,
     )
 
 
@@ -249,7 +251,7 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
     stop_ids, data_report = next(words for words in told if words is not None)
     engine = _engine(config, folder, stop_ids, site)
 
-    calls = RoleCalls(rank, site.everyone)
+    calls = RoleCalls(rank, site.everyone, span=site.span)
     actor = _policy("actor", config, config.actor, calls, site)
     critic = _critic(config, calls, site)
     reference = _policy("reference", config, config.reference, calls, site)
@@ -279,6 +281,7 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
         phases=Phases(site.timers, engine),
         save=_saver(config.actor, actor.model, actor.groups, Path(config.save_hf), site) if config.save_hf else None,
         timers=site.timers,
+        profiler=site.profiler,
         evaluation=Evaluation(
             config=config.eval,
             engine=engine,
@@ -323,6 +326,7 @@ def _build_sft(config: SFTRunConfig, site: Site) -> SFTLoop:
         group=site.everyone,
         stop=site.ranks.stop,
         timers=site.timers,
+        profiler=site.profiler,
         save=_saver(config.actor, model, groups, target, site),
         save_folder=target,
         desk=site.desk,

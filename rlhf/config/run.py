@@ -6,6 +6,7 @@ from rlhf.config.algorithm import PPOConfig, SFTConfig
 from rlhf.config.checks import at_least, between, folder_name, more_than, one_of, refuse
 from rlhf.config.data import DataConfig, RewardConfig
 from rlhf.config.model import FrozenRoleConfig, TrainedRoleConfig
+from rlhf.config.profile import ProfileConfig
 from rlhf.config.rollout import RolloutConfig, SamplingConfig
 
 
@@ -48,12 +49,15 @@ class LogConfig:
     """auto (live table on a terminal, plain lines elsewhere), live or plain."""
     samples_per_step: int = 4
     """Samples written to samples.jsonl at each step."""
+    samples_every_steps: int = 0
+    """Every so many steps all its rows, with tokens and numbers of each, go to samples/step_N.parquet; 0 never."""
     next_command: str = ""
     """Command that the report at the end of the run suggests; empty suggests none."""
 
     def __post_init__(self) -> None:
         one_of("log.console", self.console, ("auto", "live", "plain"))
         at_least("log.samples_per_step", self.samples_per_step, 0)
+        at_least("log.samples_every_steps", self.samples_every_steps, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,11 +135,14 @@ class PPORunConfig:
     """Processes."""
     log: LogConfig = field(default_factory=LogConfig)
     """Reports."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """Timelines of single steps."""
 
     def __post_init__(self) -> None:
         folder_name("name", self.name)
         one_of("trainer", self.trainer, ("ppo",))
         at_least("num_steps", self.num_steps, 1)
+        self.profile.check_steps(self.num_steps)
         self._check_rollout()
         self._check_lengths()
         self._check_eval()
@@ -229,11 +236,14 @@ class SFTRunConfig:
     """Processes."""
     log: LogConfig = field(default_factory=LogConfig)
     """Reports."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """Timelines of single steps."""
 
     def __post_init__(self) -> None:
         folder_name("name", self.name)
         one_of("trainer", self.trainer, ("sft",))
         at_least("num_steps", self.num_steps, 1)
+        self.profile.check_steps(self.num_steps)
 
     def pools(self) -> dict[str, range]:
         """Ranks of each role."""

@@ -14,7 +14,9 @@ from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.gpt import HiddenStatesGPT
 from rlhf.mcore.groups import ModelGroups
 from rlhf.mcore.layer_spec import make_layer_spec, prepare_megatron, uses_transformer_engine
+from rlhf.mcore.spans import MegatronSpans
 from rlhf.mcore.transformer_config import make_transformer_config
+from rlhf.metrics.timers import SpanFn, no_span
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class MegatronModel:
     """What the schedules run: the module in Megatron's DistributedDataParallel when it is trained, else the module."""
     device: torch.device
     seed: int
+    span: SpanFn = no_span
+    """Names what is done with the model, for timelines."""
 
 
 def build_model(
@@ -43,6 +47,7 @@ def build_model(
     device: torch.device,
     seed: int,
     trainable: bool,
+    span: SpanFn = no_span,
 ) -> MegatronModel:
     """Build this rank's part. On the ranks of the pool only; no communication.
 
@@ -58,6 +63,7 @@ def build_model(
         device: Where its weights live.
         seed: Of everything random in it: dropout, and weights that no checkpoint gives.
         trainable: Whether gradients are kept.
+        span: Names what is done with the model, for timelines; Megatron's own timers go there too.
 
     Raises:
         LayoutError: The layout cannot hold the model.
@@ -84,7 +90,9 @@ def build_model(
         chunk = DistributedDataParallel(config, _ddp_config(), module, pg_collection=groups.collection)
     else:
         module.requires_grad_(False).eval()
-    return MegatronModel(spec, parallel, groups, head, config, module, chunk, device, seed)
+    if span is not no_span:
+        config.timers = MegatronSpans(span)
+    return MegatronModel(spec, parallel, groups, head, config, module, chunk, device, seed, span)
 
 
 def _ddp_config() -> DistributedDataParallelConfig:

@@ -111,6 +111,7 @@ def build_optimizer(model: MegatronModel, optim: OptimConfig) -> Optimizer:
             bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=True,
+            timers=model.config.timers,
         ),
         [model.chunk],
         use_gloo_process_groups=False,

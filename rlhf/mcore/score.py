@@ -12,6 +12,7 @@ from rlhf.mcore.model import MegatronModel
 from rlhf.mcore.outputs import policy_outputs, value_outputs
 from rlhf.mcore.packing import PackedMicrobatch, check_sequences, pack
 from rlhf.mcore.schedule import run_schedule
+from rlhf.metrics.timers import Kind
 
 
 def score_logprobs(
@@ -67,6 +68,8 @@ def pack_microbatches(
 ) -> tuple[Plan, list[PackedMicrobatch]]:
     """Plan of the rows and each microbatch on the model's device. Collective over dp (the count is agreed)."""
     check_sequences(sequences, vocab_size=model.spec.vocab_size)
-    plan = plan_microbatches(sequences.tokens.lengths.tolist(), microbatch_tokens, model.groups.cpu_dp)
-    parts = [sequences.select(torch.tensor(rows, dtype=torch.int64)) for rows in plan]
-    return plan, [pack(part, multiple_of=model.parallel.tp, device=model.device) for part in parts]
+    with model.span("agree on microbatches", Kind.WAIT):
+        plan = plan_microbatches(sequences.tokens.lengths.tolist(), microbatch_tokens, model.groups.cpu_dp)
+    with model.span("pack"):
+        parts = [sequences.select(torch.tensor(rows, dtype=torch.int64)) for rows in plan]
+        return plan, [pack(part, multiple_of=model.parallel.tp, device=model.device) for part in parts]

@@ -15,6 +15,7 @@ from rlhf.mcore.optimizer import Optimizer
 from rlhf.mcore.outputs import PolicyOutputs, ValueOutputs, policy_outputs, value_outputs
 from rlhf.mcore.schedule import run_schedule
 from rlhf.mcore.score import pack_microbatches
+from rlhf.metrics.timers import Kind
 
 
 class Rows(Protocol):
@@ -92,8 +93,11 @@ def train_step(
 
     model.chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    stats = _sum_stats(model, run_schedule(model, packed, finish, forward_only=False))
-    step = optimizer.step() if counts else optimizer.skip()
+    found = run_schedule(model, packed, finish, forward_only=False)
+    with model.span("sum statistics", Kind.WAIT):
+        stats = _sum_stats(model, found)
+    with model.span("optimizer"):
+        step = optimizer.step() if counts else optimizer.skip()
     return StepReport(stats, step.grad_norm, step.clip_factor, step.lr, step.skipped)
 
 

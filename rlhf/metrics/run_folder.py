@@ -154,6 +154,20 @@ class RunFolder:
         """Log of one rank."""
         return self.logs / f"rank_{rank}.log"
 
+    def timeline(self, step: int, ending: str) -> Path:
+        """Timeline of a step that profile.steps names: `json` (Chrome trace) or `png`."""
+        return self.path / "timeline" / f"step_{step:06d}.{ending}"
+
+    def torch_trace(self, step: int, rank: int) -> Path:
+        """What torch.profiler saw of such a step on one rank."""
+        return self.path / "timeline" / f"step_{step:06d}_rank_{rank}.json"
+
+    def write_timeline(self, step: int, trace: Mapping[str, object]) -> None:
+        """Write the Chrome trace of a step, whole or not at all."""
+        path = self.timeline(step, "json")
+        path.parent.mkdir(exist_ok=True)
+        write_whole(path, strict_json(dict(trace)) + "\n")
+
     def add_samples(self, records: list[SampleRecord]) -> None:
         """Append samples, one line each."""
         with self.samples.open("a", encoding="utf-8") as file:

@@ -11,7 +11,7 @@ from rlhf.metrics.names import time_name
 from rlhf.metrics.run_folder import RunFolder
 
 BRACKETS = {"step", "training"}  # phases that hold phases of other names
-OUTSIDE_STEP = {"evaluate", "save"}
+OUTSIDE_STEP = {"evaluate", "save", "profile"}
 
 Points = Sequence[tuple[int, float]]
 

@@ -1,30 +1,53 @@
-"""Where the time goes: named phases on one rank, by the monotonic clock.
+"""Where the time goes: named phases and, in steps that are recorded, finer spans on one rank, by the monotonic clock.
 
-The clock is the machine's, so intervals of ranks on one node can be compared. Knows no other rank: reduce.py does.
+Phases become numbers of the step; spans only become intervals of a timeline. The clock is the machine's, so intervals
+of ranks on one node can be compared. Knows no other rank: reduce.py does.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
 
-KEPT_INTERVALS = 4096  # the latest ones; a step has tens
+
+class Kind(StrEnum):
+    """What an interval is."""
+
+    PHASE = "phase"
+    """A part of the step that the metrics count."""
+    WORK = "work"
+    """Something this rank does."""
+    WAIT = "wait"
+    """Waiting for other ranks, their bytes' way included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """One pass through a phase."""
+    """One pass through a phase or a span."""
 
-    phase: str
+    name: str
     start: float
-    """Seconds of the monotonic clock."""
+    """Seconds of the clock."""
     stop: float
-    """Seconds of the monotonic clock."""
+    """Seconds of the clock."""
+    kind: Kind = Kind.PHASE
+    depth: int = 0
+    """Phases and spans that were open around it."""
 
-    def overlap_s(self, other: "Interval") -> float:
-        """Seconds during which both ran."""
-        return max(0.0, min(self.stop, other.stop) - max(self.start, other.start))
+
+class SpanFn(Protocol):
+    """Names a block inside a phase, for timelines."""
+
+    def __call__(self, name: str, kind: Kind = Kind.WORK) -> AbstractContextManager[None]:
+        """The block is what is done inside the context."""
+
+
+def no_span(name: str, kind: Kind = Kind.WORK) -> AbstractContextManager[None]:
+    """A `SpanFn` that records nothing."""
+    del name, kind
+    return nullcontext()
 
 
 class Timers:
@@ -42,11 +65,12 @@ class Timers:
     def __init__(
         self, *, on_enter: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.intervals: deque[Interval] = deque(maxlen=KEPT_INTERVALS)
+        self.clock = clock
         self._on_enter = on_enter
-        self._clock = clock
         self._open: list[str] = []
         self._seconds: dict[str, float] = {}
+        self._recorded: list[Interval] | None = None
+        self._depth = 0
 
     @property
     def current(self) -> str:
@@ -59,21 +83,53 @@ class Timers:
         assert name.strip("/") == name != "", f"phase name {name!r}"
         self._open.append(name)
         self._tell()
-        start = self._clock()
+        self._depth += 1
+        start = self.clock()
         try:
             yield
         finally:
-            interval = Interval(name, start, self._clock())
-            self.intervals.append(interval)
+            stop = self.clock()
+            self._depth -= 1
+            self._keep(Interval(name, start, stop, Kind.PHASE, self._depth))
             if name not in self._open[:-1]:  # a phase inside itself counts once
-                self._seconds[name] = self._seconds.get(name, 0.0) + interval.stop - interval.start
+                self._seconds[name] = self._seconds.get(name, 0.0) + stop - start
             self._open.pop()
             self._tell()
+
+    def span(self, name: str, kind: Kind = Kind.WORK) -> AbstractContextManager[None]:
+        """A `SpanFn`; outside `recording` it does nothing."""
+        return nullcontext() if self._recorded is None else self._span(name, kind)
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Interval]]:
+        """Keep every phase and span that ends inside; the list given fills in the order of their ends."""
+        assert self._recorded is None, "a recording inside a recording"
+        assert self._depth == 0, f"a recording inside {self.current}"
+        kept = self._recorded = []
+        try:
+            yield kept
+        finally:
+            self._recorded = None
 
     def drain(self) -> dict[str, float]:
         """Seconds of each phase that ended since the last drain, in order of first end; open phases count later."""
         drained, self._seconds = self._seconds, {}
         return drained
+
+    @contextmanager
+    def _span(self, name: str, kind: Kind) -> Iterator[None]:
+        self._depth += 1
+        start = self.clock()
+        try:
+            yield
+        finally:
+            stop = self.clock()
+            self._depth -= 1
+            self._keep(Interval(name, start, stop, kind, self._depth))
+
+    def _keep(self, interval: Interval) -> None:
+        if self._recorded is not None:
+            self._recorded.append(interval)
 
     def _tell(self) -> None:
         if self._on_enter is not None:

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from rlhf.data.exchange import Exchange, Message, RowPlan
 from rlhf.data.table import Table
 from rlhf.dist.grid import Grid
+from rlhf.metrics.timers import Kind, SpanFn, no_span
 
 RowsT = TypeVar("RowsT", bound=Table)
 ResultT = TypeVar("ResultT", bound=Table)
@@ -86,9 +87,9 @@ class PendingAnswer(Generic[AnswerT]):
 class RoleCalls:
     """The queue of role calls of one rank. Every rank of the job makes the same calls in the same order."""
 
-    def __init__(self, rank: int, group: ProcessGroup) -> None:
-        """`group`: gloo, over all ranks of the job."""
-        self._rank, self._group = rank, group
+    def __init__(self, rank: int, group: ProcessGroup, *, span: SpanFn = no_span) -> None:
+        """`group`: gloo, over all ranks of the job. `span`: names the waits for rows, for timelines."""
+        self._rank, self._group, self._span = rank, group, span
         self._queue: deque[Callable[[], None]] = deque()
         self._in_flight: list[Message] = []
         self._next_tag = 0
@@ -101,40 +102,49 @@ class RoleCalls:
         *,
         owners: tuple[int, ...],
         result: type[ResultT],
+        name: str = "role",
     ) -> PendingRows[ResultT]:
         """Post this rank's rows and queue the computation; results go back to the owners.
 
         `compute` runs on each of the role's ranks with the rows of its dp rank, in the order of the deal (maybe none),
         and returns a row for each on the answering rank; what it returns elsewhere is ignored. `owners[i]` is the rank
-        that holds row i of the global batch; every rank's `rows` are its own, in ascending i.
+        that holds row i of the global batch; every rank's `rows` are its own, in ascending i. `name` is the role's, for
+        timelines.
         """
         pending: PendingRows[ResultT] = PendingRows(self._drain)
-        arriving, tag = self._post(deal, rows, owners), self._tag()
+        arriving, tag = self._post(deal, rows, owners, name), self._tag()
         home = RowPlan(deal.answering_ranks(), tuple((owners[row],) for row in deal.order))
 
         def run() -> None:
-            mine = arriving.receive()
+            mine = self._receive(arriving, f"rows for {name}")
             answer = result.empty()
             if self._rank in deal.grid.ranks:
                 computed = compute(mine)
                 answer = computed if home.held(self._rank) else answer
-            back = Exchange(answer, home, group=self._group, tag=tag)
+            with self._span(f"send results of {name}"):
+                back = Exchange(answer, home, group=self._group, tag=tag)
             self._in_flight.extend(back.sent)
             order = torch.tensor([deal.order[j] for j in home.wanted(self._rank)], dtype=torch.int64)
-            pending.answered(lambda: back.receive().select(order.argsort()))
+            pending.answered(lambda: self._receive(back, f"results of {name}").select(order.argsort()))
 
         self._queue.append(run)
         return pending
 
     def dispatch(
-        self, deal: Deal, compute: Callable[[RowsT], AnswerT], rows: RowsT, *, owners: tuple[int, ...]
+        self,
+        deal: Deal,
+        compute: Callable[[RowsT], AnswerT],
+        rows: RowsT,
+        *,
+        owners: tuple[int, ...],
+        name: str = "role",
     ) -> PendingAnswer[AnswerT]:
         """Like dispatch_rows, for a computation whose result stays on the role's ranks, such as an update."""
         pending: PendingAnswer[AnswerT] = PendingAnswer(self._drain)
-        arriving = self._post(deal, rows, owners)
+        arriving = self._post(deal, rows, owners, name)
 
         def run() -> None:
-            mine = arriving.receive()
+            mine = self._receive(arriving, f"rows for {name}")
             if self._rank in deal.grid.ranks:
                 pending.answered(compute(mine))
 
@@ -147,20 +157,26 @@ class RoleCalls:
         Until then the queue keeps the buffers alive: a send whose buffer is freed never arrives.
         """
         self._drain()
-        for message in self._in_flight:
-            message.wait()
+        with self._span("rows to leave", Kind.WAIT):
+            for message in self._in_flight:
+                message.wait()
         self._in_flight.clear()
 
-    def _post(self, deal: Deal, rows: RowsT, owners: tuple[int, ...]) -> Exchange[RowsT]:
+    def _post(self, deal: Deal, rows: RowsT, owners: tuple[int, ...], name: str) -> Exchange[RowsT]:
         """Send this rank's rows to the role's ranks."""
         plan = RowPlan(tuple(owners[row] for row in deal.order), deal.targets())
         index = {row: at for at, row in enumerate(i for i, owner in enumerate(owners) if owner == self._rank)}
         dealt = [index[deal.order[j]] for j in plan.held(self._rank)]
-        exchange = Exchange(
-            rows.select(torch.tensor(dealt, dtype=torch.int64)), plan, group=self._group, tag=self._tag()
-        )
+        with self._span(f"send rows to {name}"):
+            exchange = Exchange(
+                rows.select(torch.tensor(dealt, dtype=torch.int64)), plan, group=self._group, tag=self._tag()
+            )
         self._in_flight.extend(exchange.sent)
         return exchange
+
+    def _receive(self, exchange: Exchange[RowsT], what: str) -> RowsT:
+        with self._span(what, Kind.WAIT):
+            return exchange.receive()
 
     def _drain(self) -> None:
         """Run every queued computation, oldest first."""

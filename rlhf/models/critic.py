@@ -31,7 +31,7 @@ class Critic:
     def values(self, sequences: Sequences, *, owners: tuple[int, ...]) -> PendingRows[TokenScores]:
         """Value of the state before each response token; otherwise as Policy.logprobs."""
         deal = Deal(tuple(range(len(owners))), self.groups.grid)
-        return self.calls.dispatch_rows(deal, self._values, sequences, owners=owners, result=TokenScores)
+        return self.calls.dispatch_rows(deal, self._values, sequences, owners=owners, result=TokenScores, name="critic")
 
     def update(
         self,
@@ -59,7 +59,7 @@ class Critic:
                     on_progress=lambda done, total: self.tick(f"update/critic {done}/{total}"),
                 )
 
-        return self.calls.dispatch(Deal(order, self.groups.grid), run, rows, owners=owners)
+        return self.calls.dispatch(Deal(order, self.groups.grid), run, rows, owners=owners, name="critic")
 
     def _values(self, rows: Sequences) -> TokenScores:
         assert self.model is not None, "the critic has no model on this rank"

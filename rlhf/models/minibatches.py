@@ -12,6 +12,7 @@ from rlhf.dist.agree import sum_of
 from rlhf.mcore.model import MegatronModel
 from rlhf.mcore.optimizer import Optimizer
 from rlhf.mcore.train_step import LossFn, StepReport, train_step
+from rlhf.metrics.timers import Kind
 
 RowsT = TypeVar("RowsT", PolicyRows, ValueRows)
 
@@ -97,7 +98,8 @@ def run_minibatches(
     order = cut.order()
     for m in order:
         part = rows.select(torch.nonzero(number == m).flatten())
-        counted = sum_of(float(part.loss_mask.values.sum()), cpu_dp)
+        with model.span("count tokens", Kind.WAIT):
+            counted = sum_of(float(part.loss_mask.values.sum()), cpu_dp)
         reports.append(
             train_step(
                 model,

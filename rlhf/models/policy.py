@@ -38,7 +38,9 @@ class Policy:
         `owners[i]` is the rank that holds row i of the global batch; each rank brings its own rows in ascending i.
         """
         deal = Deal(tuple(range(len(owners))), self.groups.grid)
-        return self.calls.dispatch_rows(deal, self._logprobs, sequences, owners=owners, result=TokenScores)
+        return self.calls.dispatch_rows(
+            deal, self._logprobs, sequences, owners=owners, result=TokenScores, name=self.name
+        )
 
     def update(
         self,
@@ -66,7 +68,7 @@ class Policy:
                     on_progress=lambda done, total: self.tick(f"update/{self.name} {done}/{total}"),
                 )
 
-        return self.calls.dispatch(Deal(order, self.groups.grid), run, rows, owners=owners)
+        return self.calls.dispatch(Deal(order, self.groups.grid), run, rows, owners=owners, name=self.name)
 
     def _logprobs(self, rows: Sequences) -> TokenScores:
         assert self.model is not None, f"{self.name} has no model on this rank"

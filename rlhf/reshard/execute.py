@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rlhf.errors import LayoutError
+from rlhf.metrics.timers import Kind, SpanFn, no_span
 from rlhf.reshard.bucket import Bucket, Message
 from rlhf.reshard.index import HolderIndex
 from rlhf.reshard.layout import Box, ModelLayout, ParamLayout
@@ -67,18 +68,25 @@ def execute(
     transport: Transport,
     staging: Staging,
     device: torch.device,
+    span: SpanFn = no_span,
 ) -> None:
     """Fill this rank's destination parameters and serve the others. All ranks of both pools must call.
 
     Reads the source parameters as they are and writes each destination element once; padding is left alone. `device` is
-    where the transport works; parameters elsewhere are staged through it.
+    where the transport works; parameters elsewhere are staged through it. `span` names each bucket, for timelines.
     """
+
+    def post(number: int, bucket: Bucket) -> _Transfer:
+        with span(f"post bucket {number}"):
+            return _Transfer(number, bucket, src, dst, transport, staging.buffer(number, device), span)
+
     with torch.no_grad():
-        under_way = [_Transfer(buckets[0], src, dst, transport, staging.buffer(0, device))] if buckets else []
-        for move in part.copies:
-            dst.view(move.tensor, move.box).copy_(src.view(move.tensor, move.box))
+        under_way = [post(0, buckets[0])] if buckets else []
+        with span("copy own"):
+            for move in part.copies:
+                dst.view(move.tensor, move.box).copy_(src.view(move.tensor, move.box))
         for number, bucket in enumerate(buckets[1:], start=1):
-            under_way.append(_Transfer(bucket, src, dst, transport, staging.buffer(number, device)))
+            under_way.append(post(number, bucket))
             under_way.pop(0).finish()
         for transfer in under_way:
             transfer.finish()
@@ -90,8 +98,16 @@ class _Transfer:
     """One bucket under way."""
 
     def __init__(
-        self, bucket: Bucket, src: LocalParams, dst: LocalParams, transport: Transport, buffer: Tensor
+        self,
+        number: int,
+        bucket: Bucket,
+        src: LocalParams,
+        dst: LocalParams,
+        transport: Transport,
+        buffer: Tensor,
+        span: SpanFn,
     ) -> None:
+        self._number, self._span = number, span
         self._dst, self._buffer, self._used = dst, buffer, 0
         self._incoming = [(message, *self._landing(message)) for message in bucket.receives]
         parcels = [Parcel(message.src_rank, data) for message, data, _ in self._incoming]
@@ -99,11 +115,13 @@ class _Transfer:
 
     def finish(self) -> None:
         """Wait, then put what arrived where it belongs."""
-        self._pending.wait()
-        for message, data, direct in self._incoming:
-            if not direct:
-                for view, flat in _cut(message, data, self._dst):
-                    view.copy_(flat)
+        with self._span(f"bucket {self._number}", Kind.WAIT):
+            self._pending.wait()
+        with self._span(f"unpack bucket {self._number}"):
+            for message, data, direct in self._incoming:
+                if not direct:
+                    for view, flat in _cut(message, data, self._dst):
+                        view.copy_(flat)
 
     def _landing(self, message: Message) -> tuple[Tensor, bool]:
         """Where a message is received: straight in the parameter when it is one contiguous block there."""

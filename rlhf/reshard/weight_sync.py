@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rlhf.errors import WeightSyncError
+from rlhf.metrics.timers import Kind, SpanFn, no_span
 from rlhf.reshard.bucket import buckets_of, digests, messages_of
 from rlhf.reshard.check import Certificate, RankTraffic, check_arrivals, rank_traffic, ratio
 from rlhf.reshard.checksum import MODULUS, checksum
@@ -68,13 +69,14 @@ class WeightSync:
         device: torch.device | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         verify: bool = True,
+        span: SpanFn = no_span,
     ) -> None:
         plan = make_plan(src, dst, topology)
         self.certificate: Certificate | None = None
         """Of the whole transfer; None on a rank of neither pool."""
         self._route: _Route | None = None
         if group is not None:
-            self._route = _Route(plan, group, device or torch.device("cpu"), bucket_bytes, verify=verify)
+            self._route = _Route(plan, group, device or torch.device("cpu"), bucket_bytes, verify=verify, span=span)
             self.certificate = self._route.certify()
 
     def update_weights(self, src_params: Mapping[str, Tensor], dst_params: Mapping[str, Tensor]) -> ReshardStats:
@@ -96,9 +98,9 @@ class _Route:
     """One rank's part of a transfer, ready to run."""
 
     def __init__(
-        self, plan: Plan, group: ProcessGroup, device: torch.device, bucket_bytes: int, *, verify: bool
+        self, plan: Plan, group: ProcessGroup, device: torch.device, bucket_bytes: int, *, verify: bool, span: SpanFn
     ) -> None:
-        self._plan, self._group, self._device, self._verify = plan, group, device, verify
+        self._plan, self._group, self._device, self._verify, self._span = plan, group, device, verify, span
         self._rank = dist.get_rank()
         if tuple(sorted(dist.get_process_group_ranks(group))) != plan.ranks:
             raise WeightSyncError(
@@ -147,13 +149,16 @@ class _Route:
             transport=self._transport,
             staging=self._staging,
             device=self._device,
+            span=self._span,
         )
         if self._verify:
-            self._compare_weights(src, dst)
+            with self._span("compare weights"):
+                self._compare_weights(src, dst)
         received = {link: count - before[link] for link, count in self._transport.traffic.received.items()}
         received[Link.SAME_RANK] = sum(m.box.num_elements for m in self._part.copies) * self._plan.src.item_bytes
         totals = torch.tensor([received[link] for link in Link], dtype=torch.int64, device=self._device)
-        dist.all_reduce(totals, group=self._group)
+        with self._span("all done", Kind.WAIT):
+            dist.all_reduce(totals, group=self._group)
         counted = dict(zip(Link, totals.tolist(), strict=True))
         return ReshardStats(counted, self._bound, time.perf_counter() - start)
 
@@ -195,7 +200,8 @@ class _Route:
         """The numbers of all ranks of the group, in order of rank."""
         own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         rows = [torch.empty_like(own) for _ in self._plan.ranks]
-        dist.all_gather(rows, own, group=self._group)
+        with self._span("gather numbers", Kind.WAIT):
+            dist.all_gather(rows, own, group=self._group)
         of_rank = dict(zip(dist.get_process_group_ranks(self._group), rows, strict=True))
         return [of_rank[rank].tolist() for rank in self._plan.ranks]
 

@@ -21,6 +21,7 @@ from rlhf.trainers.losses import make_policy_loss, make_value_loss
 from rlhf.trainers.ownership import Ownership
 from rlhf.trainers.phases import Phases
 from rlhf.trainers.policy_sync import PolicySync
+from rlhf.trainers.profiler import StepProfiler
 from rlhf.trainers.reporter import Reporter
 from rlhf.trainers.scoring import Scorer
 from rlhf.trainers.shaping import shape_rewards
@@ -48,6 +49,7 @@ class PPOLoop:
     calls: RoleCalls
     phases: Phases
     timers: Timers
+    profiler: StepProfiler
     evaluation: Evaluation
     save: Callable[[], None] | None
     """Writes the actor as a Hugging Face checkpoint; None when the config asks for none."""
@@ -60,7 +62,7 @@ class PPOLoop:
             self.reporter.started(self._evaluate(state))
             while state.step < last and not self.reporter.stop_agreed():
                 began = state
-                with self.timers.phase("step"):
+                with self.profiler.step(began.step + 1), self.timers.phase("step"):
                     state, experience, part = self.step(began)
                 due = state.step == last or _due(state.step, self.config.eval.every_steps)
                 self.reporter.step_done(began, part, experience.scored, self._evaluate(state) if due else None)

@@ -25,6 +25,7 @@ from rlhf.metrics.run_folder import Summary
 from rlhf.metrics.series import RunSeries, read_metrics
 from rlhf.metrics.timers import Timers
 from rlhf.trainers.losses import make_answer_loss
+from rlhf.trainers.profiler import StepProfiler
 from rlhf.trainers.reporter import NAN, Desk
 
 
@@ -40,6 +41,7 @@ class SFTLoop:
     """gloo, over all ranks of the job."""
     stop: StopRequest
     timers: Timers
+    profiler: StepProfiler
     save: Callable[[], None]
     """Writes the model as a Hugging Face checkpoint. Collective over the job."""
     save_folder: Path
@@ -54,7 +56,7 @@ class SFTLoop:
             for step in range(self.config.num_steps):
                 if self.stop.agreed(self.group):
                     break
-                with self.timers.phase("step"):
+                with self.profiler.step(step + 1), self.timers.phase("step"):
                     report = self.step(step)
                 losses.append(report.stats["nll_sum"] / max(1.0, report.stats["target_tokens"]))
                 self._report(step + 1, report, losses[-1])

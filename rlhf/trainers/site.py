@@ -14,8 +14,9 @@ from rlhf.metrics.console import ProgressDisplay, open_display
 from rlhf.metrics.run_folder import RunFolder
 from rlhf.metrics.sinks import JsonlSink, MetricSink, SinkSet, TensorBoardSink, WandbSink
 from rlhf.metrics.startup import RankRow, startup_table
-from rlhf.metrics.timers import Timers
+from rlhf.metrics.timers import SpanFn, Timers, no_span
 from rlhf.reshard.topology import Topology
+from rlhf.trainers.profiler import StepProfiler
 from rlhf.trainers.reporter import Desk
 
 
@@ -28,6 +29,9 @@ class Site:
     """gloo, over all ranks of the job."""
     topology: Topology
     timers: Timers
+    span: SpanFn
+    """Of the timers where a step is to be looked at closely; else it records nothing."""
+    profiler: StepProfiler
     desk: Desk | None
     """On rank 0."""
 
@@ -54,7 +58,24 @@ def open_site(config: RunConfig, ranks: Ranks) -> Site:
         if display is not None
         else None
     )
-    return Site(ranks, everyone, Topology.of_hosts(gather(ranks.host, everyone)), Timers(on_enter=on_enter), desk)
+    timers = Timers(on_enter=on_enter)
+    profiler = StepProfiler(
+        config.profile,
+        timers=timers,
+        group=everyone,
+        host=ranks.host,
+        device=ranks.device,
+        folder=RunFolder(ranks.run_folder),
+    )
+    return Site(
+        ranks=ranks,
+        everyone=everyone,
+        topology=Topology.of_hosts(gather(ranks.host, everyone)),
+        timers=timers,
+        span=timers.span if config.profile.steps else no_span,
+        profiler=profiler,
+        desk=desk,
+    )
 
 
 def _desk(config: RunConfig, folder: RunFolder, display: ProgressDisplay, ranks: Ranks) -> Desk:

@@ -1,5 +1,6 @@
-"""Groups, agreement and stop requests over gloo; all facts in one spawn."""
+"""Groups, agreement, clocks and stop requests over gloo; all facts in one spawn."""
 
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf.dist.agree import agree, all_of, any_of, from_first, gather, max_of, min_of, sum_of
+from rlhf.dist.clocks import ClockReading, compare_clocks
 from rlhf.dist.grid import Grid
 from rlhf.dist.groups import GroupFactory
 from rlhf.dist.stop_request import StopRequest
@@ -66,15 +68,28 @@ def a_stop_file_seen_by_one_rank_stops_all(factory: GroupFactory, folder: str) -
     assert stop.accepted
 
 
+def clocks_of_hosts_are_compared_within_the_stated_error(factory: GroupFactory) -> None:
+    hosts, ahead = ("a", "b", "c", "b"), {"a": 0.0, "b": 1000.0, "c": -0.25}
+    mine = ahead[hosts[dist.get_rank()]]
+    everyone = factory.cpu_group([(0, 1, 2, 3)])
+    readings = compare_clocks(hosts[dist.get_rank()], everyone, clock=lambda: time.monotonic() + mine)
+    assert readings[0] == ClockReading(0.0, 0.0)
+    assert readings[1] == readings[3]
+    for host, reading in zip(hosts, readings, strict=True):
+        assert abs(reading.ahead_s - ahead[host]) <= reading.error_s + 1e-9  # a proof, but for rounding
+        assert (reading.error_s > 0) == (host != "a")
+
+
 def all_facts(folder: str) -> None:
     factory = GroupFactory(device_backend="gloo", timeout=timedelta(seconds=60))
     groups_join_the_ranks_of_an_axis(factory)
     a_set_of_ranks_gets_one_group(factory)
     values_are_settled_in_the_group_alone(factory)
     unequal_values_are_named_with_their_ranks(factory)
+    clocks_of_hosts_are_compared_within_the_stated_error(factory)
     a_stop_file_seen_by_one_rank_stops_all(factory, folder)
 
 
 @pytest.mark.dist
-def test_groups_agreement_and_stop_requests(tmp_path: Path) -> None:
+def test_groups_agreement_clocks_and_stop_requests(tmp_path: Path) -> None:
     run_ranks(4, all_facts, str(tmp_path))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf.metrics.timers import Interval, Timers
+from rlhf.metrics.timers import Interval, Kind, Timers, no_span
 
 
 class Clock:
@@ -23,11 +23,35 @@ def test_a_phase_inside_another_counts_in_both():
         with timers.phase("rollout/generate"):
             clock.now += 2
     assert timers.drain() == {"rollout/generate": 6.0, "rollout": 7.0}
-    assert list(timers.intervals) == [
-        Interval("rollout/generate", 101.0, 105.0),
-        Interval("rollout/generate", 105.0, 107.0),
-        Interval("rollout", 100.0, 107.0),
+
+
+def test_a_recording_keeps_phases_and_spans_with_their_depth():
+    clock = Clock()
+    timers = Timers(clock=clock)
+    with timers.recording() as kept, timers.phase("a"):
+        clock.now += 1
+        with timers.span("rows", Kind.WAIT), timers.phase("a/b"):
+            clock.now += 2
+        with timers.span("pack"):
+            clock.now += 4
+    assert kept == [
+        Interval("a/b", 101.0, 103.0, Kind.PHASE, 2),
+        Interval("rows", 101.0, 103.0, Kind.WAIT, 1),
+        Interval("pack", 103.0, 107.0, Kind.WORK, 1),
+        Interval("a", 100.0, 107.0, Kind.PHASE, 0),
     ]
+    assert timers.drain() == {"a/b": 2.0, "a": 7.0}  # spans are no metrics
+
+
+def test_nothing_is_kept_outside_a_recording():
+    timers = Timers()
+    with timers.recording() as kept:
+        pass
+    with timers.phase("a"), timers.span("x"):
+        pass
+    assert kept == []
+    with no_span("x"):
+        pass
 
 
 def test_drain_takes_each_second_once_and_leaves_open_phases_for_later():
@@ -76,19 +100,12 @@ def test_a_phase_that_raises_is_timed_and_closed():
     assert timers.drain() == {"a": 1.0}
 
 
-def test_overlap_of_intervals():
-    first = Interval("a", 1.0, 4.0)
-    assert first.overlap_s(Interval("b", 3.0, 9.0)) == 1.0
-    assert first.overlap_s(Interval("b", 2.0, 3.0)) == 1.0
-    assert first.overlap_s(Interval("b", 5.0, 9.0)) == 0.0
-
-
 def test_the_default_clock_never_falls_and_is_the_machines():
     import time
 
     timers = Timers()
     before = time.monotonic()
-    with timers.phase("a"):
+    with timers.recording() as kept, timers.phase("a"):
         pass
-    (interval,) = timers.intervals
+    (interval,) = kept
     assert before <= interval.start <= interval.stop <= time.monotonic()
