@@ -29,6 +29,7 @@ from rlhf.mcore.layout import local_params, megatron_layout
 from rlhf.mcore.load import set_weights
 from rlhf.mcore.model import MegatronModel, build_model
 from rlhf.mcore.optimizer import build_optimizer
+from rlhf.metrics.run_folder import RunFolder
 from rlhf.models.calls import RoleCalls
 from rlhf.models.critic import Critic
 from rlhf.models.policy import Policy
@@ -44,6 +45,7 @@ from rlhf.trainers.phases import Phases
 from rlhf.trainers.policy_sync import PolicySync
 from rlhf.trainers.ppo import PPOLoop
 from rlhf.trainers.reporter import Reporter
+from rlhf.trainers.sample_dump import SampleDump
 from rlhf.trainers.scoring import Scorer
 from rlhf.trainers.sft import SFTLoop
 from rlhf.trainers.site import Site, announce, note, open_site
@@ -297,6 +299,14 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
             stop=site.ranks.stop,
             scorer=scorer,
             desk=site.desk,
+        ),
+        sample_dump=SampleDump(
+            config.log.samples_every_steps,
+            rank=rank,
+            group=site.everyone,
+            scorer=scorer,
+            folder=RunFolder(site.ranks.run_folder),
+            on_failure=lambda text: note(site, text),
         ),
     )
 

@@ -154,6 +154,10 @@ class RunFolder:
         """Log of one rank."""
         return self.logs / f"rank_{rank}.log"
 
+    def sample_dump(self, step: int) -> Path:
+        """All rows of a step that log.samples_every_steps picks."""
+        return self.path / "samples" / f"step_{step:06d}.parquet"
+
     def timeline(self, step: int, ending: str) -> Path:
         """Timeline of a step that profile.steps names: `json` (Chrome trace) or `png`."""
         return self.path / "timeline" / f"step_{step:06d}.{ending}"

@@ -23,6 +23,7 @@ from rlhf.trainers.phases import Phases
 from rlhf.trainers.policy_sync import PolicySync
 from rlhf.trainers.profiler import StepProfiler
 from rlhf.trainers.reporter import Reporter
+from rlhf.trainers.sample_dump import SampleDump
 from rlhf.trainers.scoring import Scorer
 from rlhf.trainers.shaping import shape_rewards
 from rlhf.trainers.step_stats import StepPart, samples_of
@@ -54,16 +55,18 @@ class PPOLoop:
     save: Callable[[], None] | None
     """Writes the actor as a Hugging Face checkpoint; None when the config asks for none."""
     reporter: Reporter
+    sample_dump: SampleDump
 
     def run(self) -> None:
         """All steps, with an evaluation before the first and after the last."""
         state, last = DriverState.start(self.config), self.config.num_steps
-        with self.reporter:
+        with self.reporter, self.sample_dump:
             self.reporter.started(self._evaluate(state))
             while state.step < last and not self.reporter.stop_agreed():
                 began = state
                 with self.profiler.step(began.step + 1), self.timers.phase("step"):
                     state, experience, part = self.step(began)
+                self.sample_dump.step_done(state.step, experience, owners=self._owners())
                 due = state.step == last or _due(state.step, self.config.eval.every_steps)
                 self.reporter.step_done(began, part, experience.scored, self._evaluate(state) if due else None)
             if self.save is not None:

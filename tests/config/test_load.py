@@ -212,6 +212,7 @@ def test_a_mistake_is_named_with_its_place_and_cure(refused, override, parts):
             "reward.function: rlhf.reward.gym:score scores reasoning_gym",
         ),
         (["profile.steps=[3,101]"], "profile.steps: 101 given, but num_steps = 100"),
+        (["log.samples_every_steps=-1"], "log.samples_every_steps: -1 given; needs at least 0"),
         (["profile.steps=[0]"], "profile.steps: 0 given; needs at least 1"),
         (["profile.torch=true"], "profile.torch: true given, but profile.steps = []"),
         (["name=a/b"], "name: 'a/b' given"),

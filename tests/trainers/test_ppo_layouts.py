@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from pyarrow import parquet
 
 from rlhf.build import build_loop
 from rlhf.data.batch import Experience, PromptBatch, Rollout
@@ -101,6 +102,47 @@ def _state_of(run: Run) -> None:
         kl = (step.old_logprobs.values - step.ref_logprobs.values).double().sum() / 10
         kl_coef *= 1 + float((kl / 0.05 - 1).clamp(-0.2, 0.2)) * 10 / 20
     assert state.kl_coef == pytest.approx(kl_coef, rel=1e-5)
+
+
+def _rows_are_dumped(loop: PPOLoop, step: int, experience: Experience, folder: Path, group: dist.ProcessGroup) -> None:
+    """The file of a step holds what each owner had in hand, in the order of the global batch."""
+    owners = loop._owners()
+    with loop.sample_dump:
+        loop.sample_dump.step_done(step, experience, owners=owners)
+    texts = loop.scorer.texts(experience.scored.rollout) if loop.scorer else []
+    everywhere = gather((experience, texts), group)
+    if dist.get_rank() != 0:
+        return
+    path = folder / "runs" / loop.config.name / "samples" / f"step_{step:06d}.parquet"
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    lines, taken = parquet.read_table(path).to_pylist(), [0] * len(everywhere)
+    assert len(lines) == len(owners) == 10
+    for line, owner in zip(lines, owners, strict=True):
+        (of, words), at = everywhere[owner], taken[owner]
+        taken[owner] += 1
+        scored, rollout = of.scored, of.scored.rollout
+        record, result = rollout.prompts.records[at], scored.results[at]
+        assert (line["step"], line["sample_id"]) == (step, int(rollout.prompts.sample_ids[at]))
+        assert (line["prompt"], line["response"], line["answer"]) == (record.text, words[at], record.answer)
+        assert line["prompt_tokens"] == rollout.prompts.tokens.rows()[at].tolist()
+        assert line["response_tokens"] == rollout.responses.rows()[at].tolist()
+        assert line["response_length"] == len(line["response_tokens"]) == len(line["old_logprobs"])
+        assert (line["score"], line["error"]) == (pytest.approx(result.score), "")
+        assert (line["reward"], line["valid"]) == (float(of.shaped.rewards[at]), True)
+        assert line["policy_versions"] == [step - 1] * line["response_length"]
+        assert line["policy_version"] == step - 1
+        for name, ragged in (
+            ("rollout_logprobs", rollout.rollout_logprobs),
+            ("old_logprobs", of.old_logprobs),
+            ("ref_logprobs", of.ref_logprobs),
+            ("values", of.values),
+            ("token_rewards", of.rewards),
+            ("advantages", of.advantages),
+            ("returns", of.returns),
+            ("loss_mask", of.loss_mask),
+        ):
+            assert line[name] == ragged.rows()[at].tolist(), name
+        assert line["advantage_mean"] == pytest.approx(sum(line["advantages"]) / line["response_length"], rel=1e-5)
 
 
 def _critic_alone(loop: PPOLoop, experience: Experience, folder: Path, groups: GroupFactory) -> None:
@@ -211,8 +253,10 @@ def _all_checks(folder: Path) -> None:
     _same_run(run, _two_steps(_loop(folder, groups, *TOGETHER, *STATEFUL, "name=together"), group))
     other = _loop(folder, groups, *OTHER, *STATEFUL, "name=other", "actor.microbatch_tokens=40")
     _same_run(run, _two_steps(other, group))
-    fresh = _loop(folder, groups, *APART, "name=fresh")
-    _critic_alone(fresh, fresh.step(DriverState.start(fresh.config))[1], folder, groups)
+    fresh = _loop(folder, groups, *APART, "name=fresh", "log.samples_every_steps=1")
+    _, mine, _ = fresh.step(DriverState.start(fresh.config))
+    _rows_are_dumped(fresh, 1, mine, folder, group)
+    _critic_alone(fresh, mine, folder, groups)
     _engine_follows_the_trainer(apart, run.state, group)
     _nothing_counts(folder, groups)
     _most_ranks_own_no_row(folder, groups)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from pyarrow import parquet
 
 from rlhf.build import build_loop
 from rlhf.config.load import load_config
@@ -37,7 +38,15 @@ OUTSIDE = {"evaluate", "profile"}  # phases that a step's line has, but not its 
 def _runs(folder: Path) -> None:
     torch.set_num_threads(1)
     groups = GroupFactory(device_backend="gloo", timeout=timedelta(seconds=120))
-    asked = load(folder, *LAYOUTS, "num_steps=3", "profile.steps=[1,3]", "sync.bucket_bytes=4096", "name=ppo")
+    asked = load(
+        folder,
+        *LAYOUTS,
+        "num_steps=3",
+        "profile.steps=[1,3]",
+        "sync.bucket_bytes=4096",
+        "name=ppo",
+        "log.samples_every_steps=2",
+    )
     build_loop(asked, ranks_here(folder / "runs" / "ppo", groups)).run()
     quiet = load(folder, *LAYOUTS, "num_steps=1", "name=quiet")
     loop = build_loop(quiet, ranks_here(folder / "runs" / "quiet", groups))
@@ -101,6 +110,13 @@ def test_only_the_steps_asked_for_are_written(folder: Path) -> None:
         f"step_00000{step}.{ending}" for step in (1, 3) for ending in ("json", "png")
     ]
     assert not (folder / "quiet/timeline").exists()
+
+
+@pytest.mark.dist
+def test_only_the_steps_that_are_due_are_dumped(folder: Path) -> None:
+    assert [path.name for path in (folder / "ppo/samples").iterdir()] == ["step_000002.parquet"]
+    assert parquet.read_metadata(folder / "ppo/samples/step_000002.parquet").num_rows == 10
+    assert not (folder / "quiet/samples").exists()
 
 
 @pytest.mark.dist
