@@ -29,11 +29,14 @@ class Panel:
     """Metrics that few steps have, drawn as points."""
     if_moving: bool = False
     """Left out unless a number of it changes in some run."""
+    unlike: str = ""
+    """Left out unless its numbers differ from this metric's in some run."""
 
 
 PANELS = (
     Panel("Cross entropy of the answers", (("sft/loss", "nats per token"),)),
     Panel("Reward", (("reward/mean", "mean reward"),), points=(("held_out/solved", "held-out solved"),)),
+    Panel("Reward that is learned from", (("shaping/mean", "mean shaped reward"),), unlike="reward/mean"),
     Panel("KL to the reference", (("kl/ref", "per token"),)),
     Panel("Weight of the KL penalty", (("kl/coef", "coefficient"),), if_moving=True),
     Panel("Entropy", (("actor/entropy", "nats per token"),)),
@@ -85,6 +88,8 @@ def curves_figure(runs: Sequence[RunSeries], *, smooth: int = 0) -> Figure:
 
 def _worth_drawing(panel: Panel, run: RunSeries) -> bool:
     series = [run.metrics[name] for name in _names(panel) if name in run.metrics]
+    if panel.unlike:
+        series = [points for points in series if points != run.metrics.get(panel.unlike)]
     return any(len({value for _, value in points}) > panel.if_moving for points in series)
 
 

@@ -65,6 +65,20 @@ def test_one_run_shows_its_metrics_with_a_colour_each() -> None:
     assert to_hex(stacks["update/actor"].get_facecolor()[0]) == PHASE_COLOURS["update/actor"]
 
 
+def test_a_weight_that_never_changes_is_no_panel() -> None:
+    moving = RunSeries("a", {"kl/coef": [(1, 0.1), (2, 0.2)]})
+    still = RunSeries("b", {"kl/coef": [(1, 0.1), (2, 0.1)], "kl/ref": [(1, 0.0)]})
+    assert titles(curves_figure([still])) == ["KL to the reference"]
+    assert titles(curves_figure([moving, still])) == ["KL to the reference", "Weight of the KL penalty"]
+
+
+def test_shaped_rewards_are_shown_where_they_are_not_the_rewards() -> None:
+    same = RunSeries("a", {"reward/mean": [(1, 0.5)], "shaping/mean": [(1, 0.5)]})
+    other = RunSeries("b", {"reward/mean": [(1, 0.5)], "shaping/mean": [(1, 0.0)]})
+    assert titles(curves_figure([same])) == ["Reward"]
+    assert titles(curves_figure([same, other])) == ["Reward", "Reward that is learned from"]
+
+
 def test_several_runs_of_different_trainers_share_panels_with_a_colour_a_run() -> None:
     figure = curves_figure([RunSeries("ppo", PPO), RunSeries("sft", SFT)])
     assert titles(figure) == [
