@@ -39,11 +39,27 @@ class Ending:
     """The ways out of a job for one rank, other than its good end. The first one taken is the only one."""
 
     def __init__(
-        self, run_folder: Path, *, heart: Heart, logs: RankLogs, peers: Callable[[], list[PeerView]], launcher: int
+        self,
+        run_folder: Path,
+        *,
+        heart: Heart,
+        logs: RankLogs,
+        peers: Callable[[], list[PeerView]],
+        launcher: int,
+        patience_s: float,
     ) -> None:
-        """`launcher` is the process id of scripts/launch.sh, which completes exit.json; 0 without one."""
+        """Nothing happens yet.
+
+        Args:
+            run_folder: Where the records go.
+            heart: This rank's beats.
+            logs: This rank's log.
+            peers: What the watchdog sees of other ranks.
+            launcher: Process id of scripts/launch.sh, which completes exit.json; 0 without one.
+            patience_s: A rank that lost a connection waits this long for somebody to tell why.
+        """
         self._run_folder, self._heart, self._logs, self._peers = run_folder, heart, logs, peers
-        self._launcher = launcher
+        self._launcher, self._patience_s = launcher, patience_s
         self._leaving = threading.Lock()
 
     def raised(self, error: BaseException) -> NoReturn:
@@ -97,9 +113,12 @@ class Ending:
     def _may_be_consequence(self, error: BaseException) -> bool:
         return isinstance(error, RuntimeError) and _CONSEQUENCE.search(str(error)) is not None
 
-    def _cause(self, patience_s: float = 1.5) -> Blame | None:
-        """A rank that died without a word, seen within a moment; None when another rank has told why already."""
-        until = time.monotonic() + patience_s  # a killed process closes its connections before it counts as dead
+    def _cause(self) -> Blame | None:
+        """A rank that died without a word, seen before long; None when another rank has told why already.
+
+        Meanwhile the watchdog goes on, and ends this process when it finds the rank on another host that is silent.
+        """
+        until = time.monotonic() + self._patience_s  # a killed process closes its connections before it counts as dead
         while time.monotonic() < until and read_record(exit_path(self._run_folder)) is None:
             blame = dead_peer(self._peers())
             if blame is not None:

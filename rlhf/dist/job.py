@@ -28,6 +28,9 @@ from rlhf.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+CAUSE_S = 1.5
+"""On one host a dead process is seen at once; a dead host only by the silence of its ranks."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
@@ -165,6 +168,7 @@ class job:  # noqa: N801  # reads as `with job(config) as ranks`
             logs=self._logs,
             peers=self._watchdog.peers,
             launcher=place.launcher,
+            patience_s=CAUSE_S if place.one_host else limits.alive_s + 2 * limits.period_s,
         )
         self._stop = StopRequest(self._run_folder)
         self._signals = SignalThread(

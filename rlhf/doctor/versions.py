@@ -65,11 +65,11 @@ def is_nvidias_apex(folder: Path) -> bool:
     return (folder / "optimizers" / "__init__.py").is_file() and (folder / "normalization").is_dir()
 
 
-def run_python(*arguments: str, limit_s: float = IMPORT_S) -> tuple[int, str]:
-    """Exit code and output of this interpreter in a process of its own."""
+def run_python(*arguments: str, limit_s: float = IMPORT_S, folder: Path = Path()) -> tuple[int, str]:
+    """Exit code and output of this interpreter in a process of its own, which finds modules in `folder` too."""
     try:
         done = subprocess.run(
-            [sys.executable, *arguments], capture_output=True, text=True, timeout=limit_s, check=False
+            [sys.executable, *arguments], capture_output=True, text=True, timeout=limit_s, check=False, cwd=folder
         )
     except subprocess.TimeoutExpired:
         return 1, f"no answer within {limit_s:.0f} s"
@@ -89,7 +89,7 @@ def probe_versions(constraints: Path, *, has_gpu: bool) -> Versions:
                 faults[name] = said.splitlines()[-1] if said else f"exit code {code}"
     fits, patches = 0, ""
     if "megatron-core" in found and "torch" in found:
-        fits, said = run_python("-m", "rlhf.mcore.patch_check")
+        fits, said = run_python("-m", "rlhf.mcore.patch_check", folder=constraints.parent)
         patches = said.splitlines()[-1] if said else ""
     return Versions(
         python=platform.python_version(),

@@ -17,6 +17,7 @@ from rlhf.dist.aftermath import is_there
 from rlhf.dist.heartbeat import process_state, read_beats
 
 REPO = Path(__file__).resolve().parents[2]
+APART = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 CONFIG = """
 name: death
 trainer: sft
@@ -41,13 +42,25 @@ class LaunchedJob:
         nodes: int = 1,
         come: Sequence[int] = (),
         rendezvous: str = "",
+        apart: bool = False,
     ) -> None:
-        """`come`: the nodes whose launchers are started, all when left out; `rendezvous`: else a free port here."""
+        """Start it.
+
+        Args:
+            folder: Of the test.
+            arguments: Of launch.sh.
+            nproc: Ranks of the job.
+            env: More environment.
+            nodes: Launchers.
+            come: The nodes whose launchers are started; all when left out.
+            rendezvous: Of node 0; a free port here when left out.
+            apart: Node 1 has process ids of its own, as if it were another host.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self.run_folder = folder / "runs" / "death"
         self.nproc, self.nodes = nproc, nodes
         self.outputs = [folder / f"console_{node}.txt" for node in range(nodes)]
-        self._command = ["scripts/launch.sh", *arguments]
+        self._command, self._apart = ["scripts/launch.sh", *arguments], apart
         self._rendezvous = rendezvous or f"127.0.0.1:{free_port()}"
         self._env = {**os.environ, "RLHF_PYTHON": sys.executable, **env}
         late_first = sorted(come or range(nodes), reverse=True)  # node 0, which the others wait for, comes last
@@ -59,7 +72,13 @@ class LaunchedJob:
         where = ["--nnodes", str(self.nodes), "--node-rank", str(node), "--rendezvous", self._rendezvous]
         with output.open("w") as console:
             return subprocess.Popen(
-                [self._command[0], *(where if self.nodes > 1 else []), *self._command[1:], *more],
+                [
+                    *(APART if self._apart and node == 1 else ()),
+                    self._command[0],
+                    *(where if self.nodes > 1 else []),
+                    *self._command[1:],
+                    *more,
+                ],
                 cwd=REPO,
                 env=self._env,
                 stdout=console,
@@ -77,6 +96,7 @@ class LaunchedJob:
         nodes: int = 1,
         come: Sequence[int] = (),
         rendezvous: str = "",
+        apart: bool = False,
     ) -> Self:
         """Ranks that run one function of tests/dist/death_worker.py; overrides with -- are the launcher's."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -93,6 +113,7 @@ class LaunchedJob:
             nodes=nodes,
             come=come,
             rendezvous=rendezvous,
+            apart=apart,
         )
 
     @property
@@ -125,7 +146,10 @@ class LaunchedJob:
 
     def signal_rank(self, rank: int, number: signal.Signals) -> None:
         """Send a signal to one rank's process alone."""
-        os.kill(next(beat.pid for beat in read_beats(self.run_folder) if beat.rank == rank), number)
+        node, local_rank = divmod(rank, self.nproc // self.nodes)
+        wanted = {"RLHF_NODE_RANK": str(node), "LOCAL_RANK": str(local_rank)}
+        ranks = [p for p in self.seen if is_there(p) and p.cmdline()[1:3] == ["-u", "-m"]]
+        next(p for p in ranks if wanted.items() <= p.environ().items()).send_signal(number)
 
     def victim_is_down(self, rank: int) -> bool:
         """The rank has begun and is dead or stopped by now."""

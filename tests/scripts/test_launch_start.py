@@ -1,10 +1,14 @@
 """Starts that cannot be, on two nodes: every launcher that is there ends in time, with one code, and says why."""
 
+import os
+import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
 
+from rlhf.dist.nodes import read_mark
 from tests.scripts.launched import LaunchedJob, free_port
 
 pytestmark = pytest.mark.dist
@@ -48,3 +52,18 @@ def test_nodes_that_were_started_differently_do_not_start(tmp_path: Path) -> Non
         assert all(says in output.read_text() for output in job.outputs), console
     assert "job.alive_limit_s=9 on node 1" in other.console
     taken.close()
+    again = LaunchedJob.of_mode(tmp_path / "busy", "finish", nproc=2, nodes=2, rendezvous=rendezvous)
+    assert again.end()[0] == 0  # the port is free now, and the marks of the job that failed are there
+
+
+def test_a_launcher_that_waits_can_be_ended(tmp_path: Path) -> None:
+    job = LaunchedJob.of_mode(tmp_path, "finish", nodes=2, come=(0,))
+    until = time.monotonic() + 60
+    while read_mark(job.run_folder, 0) is None:
+        assert time.monotonic() < until, job.console
+        time.sleep(0.1)
+    os.kill(job.launcher.pid, signal.SIGTERM)
+    code, console, record = job.end(limit_s=20)
+    assert (code, record["code"]) == (3, 3)
+    assert "ended by SIGTERM to the launcher of node 0" in console
+    assert "before the job had started" in console
