@@ -38,7 +38,7 @@ setup(
     packages=find_packages(include=["rlhf", "rlhf.*", "megatron_patches", "megatron_patches.*"]),
     install_requires=CORE,
     extras_require={
-        "gpu": ["transformer-engine[pytorch]", "flash-attn"],
+        "gpu": ["transformer-engine[core_cu13,pytorch]", "flash-attn"],
         "sglang": ["sglang"],
         "test": TEST,
         "dev": TEST + DEV,
