@@ -29,6 +29,11 @@ def score_last_number(record: PromptRecord, text: str) -> float:
     return _score(record, last_number(text))
 
 
+def solved_last_number(record: PromptRecord, text: str) -> float:
+    """1 when the last number in the response is right, whatever is said around it, else 0."""
+    return float(score_last_number(record, text) == 1.0)
+
+
 def score_tagged(record: PromptRecord, text: str) -> float:
     """Score of what the response marks as its answer; see rlhf.reward.extract.tagged."""
     return _score(record, tagged(text))

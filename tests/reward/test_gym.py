@@ -31,6 +31,14 @@ def test_solved_gives_no_partial_credit(record):
     assert gym.solved(record, f"{record.answer} {record.answer}") == 0.0
 
 
+def test_solved_last_number_gives_all_or_nothing_whatever_stands_around_it(record):
+    right = record.answer
+    assert gym.solved_last_number(record, f"1 + 1? No: {right}.") == 1.0
+    assert 0.0 < gym.score_last_number(record, f"{right}0") < 1.0
+    assert gym.solved_last_number(record, f"{right}0") == 0.0
+    assert gym.solved_last_number(record, f"{right}, or 7") == 0.0
+
+
 def test_it_runs_in_the_reward_processes(record):
     with RewardFunction(RewardConfig(timeout_s=30.0)) as function:
         results = function.score([record] * 2, [record.answer, "x"])
