@@ -82,8 +82,9 @@ def _run(folder: Path, groups: GroupFactory, *overrides: str, evaluate: bool = T
     run_folder = folder / "runs" / config.name
     loop = build_loop(config, ranks_here(run_folder, groups))
     assert isinstance(loop, PPOLoop)
-    silent = replace(config, data=replace(config.data, held_out=0))
-    (loop if evaluate else replace(loop, config=silent)).run()
+    if not evaluate:
+        loop = replace(loop, config=replace(config, data=replace(config.data, held_out=0)))
+    loop.run()
     dist.barrier()
     return tuple(
         [json.loads(line) for line in (run_folder / f"{name}.jsonl").read_text().splitlines()]
