@@ -54,10 +54,20 @@ trap ':' TERM              # scancel: the steps get it too, and this shell waits
 launch_on_all_nodes() {
     local nodes="$SLURM_JOB_NUM_NODES" options=(--module "$1") checked
     shift
-    while [[ ${1:-} == --* ]]; do options+=("$1" "${2:-}") && shift $(($# > 1 ? 2 : 1)); done
-    checked="$("${step[@]}" --nodes=1 --ntasks=1 "${in_container[@]}" \
-        "$RLHF_PYTHON" -m rlhf.preflight --nnodes "$nodes" "${options[@]:0:2}" "$@")" || exit $?
-    { read -r _ && read -r run_folder; } <<<"$checked"
+    while [[ ${1:-} == --* ]]; do
+        options+=("$1")
+        if [[ $1 == --doctor ]]; then
+            run_folder="${2:-runs}/doctor"
+        elif (($# > 1)); then
+            options+=("$2") && shift
+        fi
+        shift
+    done
+    if [[ -z $run_folder ]]; then
+        checked="$("${step[@]}" --nodes=1 --ntasks=1 "${in_container[@]}" \
+            "$RLHF_PYTHON" -m rlhf.preflight --nnodes "$nodes" "${options[@]:0:2}" "$@")" || exit $?
+        { read -r _ && read -r run_folder; } <<<"$checked"
+    fi
     echo "slurm: job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST; run folder $run_folder"
     rm -f "$run_folder/exit.json" # a first node that never starts would leave an old one
     options+=(--nnodes "$nodes" --rendezvous "$(rendezvous)")

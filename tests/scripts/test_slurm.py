@@ -165,6 +165,13 @@ def test_a_node_whose_launcher_never_starts_is_named(cluster: SlurmCluster, tmp_
     assert read_exit(tmp_path / "runs" / "death")["code"] == 3
 
 
+def test_the_doctor_looks_at_every_node(cluster: SlurmCluster, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path, "--nodes=2", SCRIPTS / "train.sbatch", "--nproc", "1", "--doctor", tmp_path)
+    _, code = job.wait_for_end()
+    assert read_exit(tmp_path / "doctor")["code"] == int(code)
+    assert "doctor: 2 rank(s)" in job.output
+
+
 def test_what_is_wrong_beforehand_starts_nothing_and_gives_2(cluster: SlurmCluster, tmp_path: Path) -> None:
     job = submit_worker(cluster, tmp_path, "finish", "job.progres_limit_s=3")
     assert job.wait_for_end() == ("FAILED", "2")
@@ -186,6 +193,23 @@ def test_a_script_says_what_is_missing(
     job = submit(cluster, tmp_path, SCRIPTS / f"{script}.sbatch", "some.yaml", RLHF_ROOT=str(root))
     assert job.wait_for_end() == ("FAILED", "2")
     assert reason in job.output
+
+
+def test_conversion_runs_as_one_process_or_as_ranks_on_every_node(cluster: SlurmCluster, tmp_path: Path) -> None:
+    (tmp_path / "root" / "tools").mkdir(parents=True)
+    (tmp_path / "root" / "scripts").symlink_to(REPO / "scripts")
+    place = '"rank", *map(str, map(os.environ.get, ("RANK", "WORLD_SIZE")))'
+    says = f'import os, sys; os.write(1, " ".join([{place}, *sys.argv[1:], "\\n"]).encode())'  # whole lines
+    (tmp_path / "root" / "tools" / "convert_checkpoint.py").write_text(says)
+    output = ""
+    for ranks, nodes in ((1, 1), (2, 2)):
+        arguments = (f"--nodes={nodes}", SCRIPTS / "convert.sbatch", "to-hf", "--here")
+        env = {"RLHF_ROOT": str(tmp_path / "root"), "CONVERT_RANKS": str(ranks)}
+        job = submit(cluster, tmp_path, *arguments, **env)
+        assert job.wait_for_end() == ("COMPLETED", "0")
+        output = job.output
+    said = sorted(line for line in output.splitlines() if line.startswith("rank"))
+    assert said == [*(f"rank {rank} 4 to-hf --here " for rank in range(4)), "rank None None to-hf --here "]
 
 
 def test_srun_opens_the_container_where_it_can(tmp_path: Path) -> None:
