@@ -12,6 +12,7 @@ from megatron_patches.layouts import (
     scratch_memory_of_parallel_state,
     tp_group_asked_of_parallel_state,
 )
+from megatron_patches.mlp import swiglu_is_compiled_or_unfused
 from megatron_patches.patch import Mend
 
 LAYOUTS: tuple[Mend, ...] = (
@@ -30,6 +31,7 @@ LOCAL_LAYERS: tuple[Mend, ...] = (
     torch_norm_refuses_sequence_parallel.PATCH,
     local_attention_refuses_packed.PATCH,
     rope_split_per_sequence.PATCH,
+    swiglu_is_compiled_or_unfused.PATCH,
 )
 """Needed where layers are built without Transformer Engine."""
 

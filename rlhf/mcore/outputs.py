@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlhf.families.spec import Head
 from rlhf.mcore.model import MegatronModel, head_weight
-from rlhf.mcore.vocab_parallel import chunk_tokens_for, vocab_parallel_logprobs
+from rlhf.mcore.vocab_parallel import KEPT_ELEMENTS, chunk_tokens_for, vocab_parallel_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ def policy_outputs(model: MegatronModel, hidden: Tensor, targets: Tensor, *, tem
         vocab_size=model.spec.vocab_size,
         temperature=temperature,
         chunk_tokens=chunk_tokens_for(len(weight)),
+        keep_logits=len(hidden) * len(weight) <= KEPT_ELEMENTS,
     )
     return PolicyOutputs(logprobs, entropy)
 

@@ -89,7 +89,7 @@ def make_transformer_config(
         recompute_granularity="full" if model.recompute == "full" else None,
         recompute_method="uniform" if model.recompute == "full" else None,
         recompute_num_layers=1 if model.recompute == "full" else None,
-        bias_activation_fusion=use_te,
+        bias_activation_fusion=True,
         bias_dropout_fusion=use_te,
         apply_rope_fusion=use_te,
         masked_softmax_fusion=False,

@@ -1,8 +1,8 @@
 """Log-probs of target tokens and entropy under an output layer whose vocabulary is cut over a group of ranks.
 
-Logits exist for one chunk of tokens at a time, in the forward pass and again in the backward pass. Knows tensors and
-a process group, nothing of Megatron. Shape letters: R = predicted tokens, H = hidden size, V = vocabulary rows of this
-rank, C = tokens of a chunk.
+Logits exist for one chunk of tokens at a time, in the forward pass and again in the backward pass, unless they are
+kept. Knows tensors and a process group, nothing of Megatron. Shape letters: R = predicted tokens, H = hidden size, V =
+vocabulary rows of this rank, C = tokens of a chunk.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,11 @@ from torch.distributed import ProcessGroup
 
 from rlhf.errors import ConfigError, ShapeError
 
-CHUNK_ELEMENTS = 2**22
-"""Logits of one chunk when the caller does not say how many tokens: 16 MiB in fp32, near what a core's caches hold."""
+CHUNK_ELEMENTS = 2**23
+"""Logits of one chunk when the caller does not say how many tokens: 32 MiB in fp32. Each chunk reads the whole weight
+and adds to its whole gradient; larger chunks leave the caches."""
+KEPT_ELEMENTS = 2**27
+"""Logits that are kept for the backward pass when the caller does not say: up to 512 MiB in fp32."""
 
 
 def chunk_tokens_for(vocab_rows: int) -> int:
@@ -34,6 +37,7 @@ def vocab_parallel_logprobs(
     vocab_size: int,
     temperature: float,
     chunk_tokens: int,
+    keep_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of targets and entropy of softmax(hidden @ weight^T / temperature), both [R].
 
@@ -51,6 +55,7 @@ def vocab_parallel_logprobs(
         vocab_size: Rows from here on, in the whole layer, are padding: outside every sum, with gradient exactly 0.
         temperature: Divides the logits.
         chunk_tokens: Tokens whose logits exist at one time.
+        keep_logits: Keep all logits, [R, V], for the backward pass: a quarter less work.
 
     Returns:
         (logprobs, entropy). Both are differentiable; an entropy that takes no part in the loss, or with weight 0, costs
@@ -72,7 +77,8 @@ def vocab_parallel_logprobs(
     group = None if tp_group is None or tp_group.size() == 1 else tp_group
     first_row = 0 if group is None else dist.get_rank(group) * len(weight)
     num_rows = min(max(vocab_size - first_row, 0), len(weight))
-    return _LogProbs.apply(hidden, weight, targets, first_row, num_rows, temperature, chunk_tokens, group)
+    keep_logits &= torch.is_grad_enabled()
+    return _LogProbs.apply(hidden, weight, targets, first_row, num_rows, temperature, chunk_tokens, keep_logits, group)
 
 
 def _chunks(length: int, size: int) -> Iterator[slice]:
@@ -101,6 +107,7 @@ class _LogProbs(torch.autograd.Function):
         num_rows: int,
         temperature: float,
         chunk_tokens: int,
+        keep_logits: bool,
         group: ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
         rows_VH = weight[:num_rows]
@@ -110,16 +117,19 @@ class _LogProbs(torch.autograd.Function):
         local_R = targets - first_row
         here_R = (local_R >= 0) & (local_R < num_rows)
         local_R = local_R.clamp(0, max(num_rows - 1, 0))
-        for chunk in _chunks(len(hidden) if num_rows else 0, chunk_tokens):
-            z_CV = _logits(hidden[chunk], rows_VH, temperature)
+        num_tokens = len(hidden) if num_rows else 0
+        kept_RV = _logits(hidden, rows_VH, temperature) if keep_logits and num_tokens else None
+        for chunk in _chunks(num_tokens, chunk_tokens):
+            z_CV = _logits(hidden[chunk], rows_VH, temperature) if kept_RV is None else kept_RV[chunk]
             picked_C = z_CV.gather(1, local_R[chunk, None])[:, 0]
             sums_3R[2, chunk] = picked_C.masked_fill_(~here_R[chunk], 0.0)
             peak_R[chunk] = z_CV.amax(1)
             z_CV.sub_(peak_R[chunk, None])
             exp_CV = z_CV.exp()
             sums_3R[0, chunk] = exp_CV.sum(1)
-            sums_3R[1, chunk] = z_CV.mul_(exp_CV).sum(1)
+            sums_3R[1, chunk] = exp_CV.mul_(z_CV).sum(1)
             del z_CV, exp_CV  # or they outlive the next chunk's logits
+        ctx.kept_RV, ctx.kept_peak_R = kept_RV, peak_R
         if group is not None:
             peak_R = _merge(peak_R, sums_3R, group)
         logsumexp_R = peak_R + sums_3R[0].log()
@@ -140,27 +150,41 @@ class _LogProbs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         # Sums over chunks in fp32, also for bf16 weights: 16 chunks of rounding would show.
         grad_weight = torch.zeros_like(weight, dtype=_wide(weight)) if ctx.needs_input_grad[1] else None
-        for chunk in _chunks(len(hidden) if ctx.num_rows else 0, ctx.chunk_tokens):
-            # d logprob / dz_j = 1[j = target] - p_j;  d entropy / dz_j = -p_j (log p_j + entropy)
-            logp_CV = _logits(hidden[chunk], rows_VH, ctx.temperature).sub_(logsumexp_R[chunk, None])
-            up_C = grad_logprobs[chunk, None]
-            if grad_entropy is None:
-                grad_CV = logp_CV.exp_().mul_(-up_C)
+        kept_RV, ctx.kept_RV = ctx.kept_RV, None  # overwritten below: a second backward pass computes them again
+        num_tokens = len(hidden) if ctx.num_rows else 0
+        for block in _chunks(num_tokens, ctx.chunk_tokens if kept_RV is None else num_tokens):
+            if kept_RV is None:
+                logits_CV, shift_C = _logits(hidden[block], rows_VH, ctx.temperature), logsumexp_R[block]
             else:
-                grad_CV = logp_CV.exp()
-                logp_CV.add_(entropy_R[chunk, None]).mul_(grad_entropy[chunk, None]).add_(up_C).neg_()
-                grad_CV.mul_(logp_CV)
-            grad_CV.scatter_add_(1, local_R[chunk, None], up_C * here_R[chunk, None])
+                logits_CV, shift_C = kept_RV, logsumexp_R - ctx.kept_peak_R
+            for part in _chunks(len(logits_CV), ctx.chunk_tokens):
+                tokens = slice(block.start + part.start, block.start + part.stop)
+                up_C = grad_logprobs[tokens, None]
+                grad_up_C = None if grad_entropy is None else grad_entropy[tokens, None]
+                _to_gradient_(logits_CV[part].sub_(shift_C[part, None]), up_C, grad_up_C, entropy_R[tokens, None])
+                logits_CV[part].scatter_add_(1, local_R[tokens, None], up_C * here_R[tokens, None])
             if ctx.temperature != 1.0:
-                grad_CV.div_(ctx.temperature)
-            grad_CV = grad_CV.to(hidden.dtype)
+                logits_CV.div_(ctx.temperature)
+            grad_CV = logits_CV.to(hidden.dtype)
             if grad_hidden is not None:
-                torch.mm(grad_CV, rows_VH, out=grad_hidden[chunk])
+                torch.mm(grad_CV, rows_VH, out=grad_hidden[block])
             if grad_weight is not None:
-                _add_product(grad_weight[: ctx.num_rows], grad_CV.T, hidden[chunk])
-            del logp_CV, grad_CV
+                _add_product(grad_weight[: ctx.num_rows], grad_CV.T, hidden[block])
+            del logits_CV, grad_CV
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None, None
+
+
+def _to_gradient_(logp_CV: Tensor, up_C: Tensor, up_entropy_C: Tensor | None, entropy_C: Tensor) -> None:
+    """Log-probs become the loss's gradient by the logits, but for the target's own term.
+
+    d logprob / dz_j = 1[j = target] - p_j;  d entropy / dz_j = -p_j (log p_j + entropy)
+    """
+    if up_entropy_C is None:
+        logp_CV.exp_().mul_(-up_C)
+        return
+    probs_CV = logp_CV.exp()
+    logp_CV.add_(entropy_C).mul_(up_entropy_C).add_(up_C).neg_().mul_(probs_CV)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -33,10 +33,19 @@ def _reference(hidden, weight, targets, upstream, temperature, entropy_weight=1.
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
-def _ours(hidden, weight, targets, upstream, temperature, chunk_tokens, group, entropy_weight=1.0, vocab=VOCAB):
+def _ours(
+    hidden, weight, targets, upstream, temperature, chunk_tokens, group, entropy_weight=1.0, vocab=VOCAB, keep=False
+):
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     logprobs, entropy = vocab_parallel_logprobs(
-        hidden, weight, targets, tp_group=group, vocab_size=vocab, temperature=temperature, chunk_tokens=chunk_tokens
+        hidden,
+        weight,
+        targets,
+        tp_group=group,
+        vocab_size=vocab,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        keep_logits=keep,
     )
     loss = logprobs @ upstream[0].to(logprobs.dtype)
     if entropy_weight is not None:
@@ -45,11 +54,12 @@ def _ours(hidden, weight, targets, upstream, temperature, chunk_tokens, group, e
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 23, 100])
-def test_values_and_gradients_equal_full_logits(temperature, chunk_tokens):
+def test_values_and_gradients_equal_full_logits(temperature, chunk_tokens, keep):
     want = _reference(*_inputs(), temperature)
-    got = _ours(*_inputs(), temperature, chunk_tokens, None)
+    got = _ours(*_inputs(), temperature, chunk_tokens, None, keep=keep)
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)  # float64: only the order of sums differs
 
@@ -85,10 +95,11 @@ def test_padded_rows_get_no_gradient_and_change_nothing():
     assert not other[3][VOCAB:].any()
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("entropy_weight", [None, 0.0])
-def test_an_entropy_outside_the_loss_leaves_the_gradient_of_the_logprobs(entropy_weight):
+def test_an_entropy_outside_the_loss_leaves_the_gradient_of_the_logprobs(entropy_weight, keep):
     want = _reference(*_inputs(), 1.0, entropy_weight=0.0)
-    got = _ours(*_inputs(), 1.0, 6, None, entropy_weight=entropy_weight)
+    got = _ours(*_inputs(), 1.0, 6, None, entropy_weight=entropy_weight, keep=keep)
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
@@ -103,6 +114,16 @@ def test_a_loss_of_entropy_alone_has_its_gradient():
     (entropy @ upstream[1]).backward()
     want = _reference(hidden.detach(), weight.detach(), targets, upstream, 1.0)
     torch.testing.assert_close(hidden.grad, want[2], rtol=1e-12, atol=1e-12)
+
+
+def test_a_second_backward_pass_through_kept_logits_gives_the_same():
+    hidden, weight, targets, _ = _inputs()
+    hidden.requires_grad_()
+    logprobs, _ = vocab_parallel_logprobs(
+        hidden, weight, targets, tp_group=None, vocab_size=VOCAB, temperature=0.7, chunk_tokens=4, keep_logits=True
+    )
+    first, second = (torch.autograd.grad(logprobs.sum(), hidden, retain_graph=True)[0] for _ in range(2))
+    torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)
 
 
 def test_no_tokens_give_empty_outputs_and_zero_gradients():
