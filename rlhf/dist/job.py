@@ -19,7 +19,6 @@ from rlhf.dist.ending import Ending, end_children
 from rlhf.dist.exit_record import ExitCode, ExitRecord, clear_marks, exit_path, write_over
 from rlhf.dist.groups import GroupFactory
 from rlhf.dist.heartbeat import FINISHED, Heart
-from rlhf.dist.host_memory import keep_freed_memory
 from rlhf.dist.progress_clock import ProgressClock
 from rlhf.dist.rank_logs import RankLogs
 from rlhf.dist.signals import SignalThread
@@ -185,8 +184,6 @@ class job:  # noqa: N801  # reads as `with job(config) as ranks`
                 _bind_loopback()
             torch.set_num_threads(_num_threads(self._config, place))
             device = _choose_device(self._config.device, place.local_rank)
-            if device.type == "cpu":
-                keep_freed_memory()
             groups = _init_groups(self._config, place, device)
             self._everyone = groups.cpu_group([tuple(range(place.world_size))])
         except (ConfigError, RuntimeError, ValueError) as error:

@@ -17,7 +17,6 @@ def start() -> tuple[Handler, Mapping[str, str]]:
     from rlhf.config.rollout import RolloutConfig, SamplingConfig  # noqa: PLC0415
     from rlhf.data.batch import PromptBatch, PromptRecord, Rollout  # noqa: PLC0415
     from rlhf.data.ragged import Ragged  # noqa: PLC0415
-    from rlhf.dist.host_memory import keep_freed_memory  # noqa: PLC0415
     from rlhf.families.files import HfFolder  # noqa: PLC0415
     from rlhf.families.registry import read_spec  # noqa: PLC0415
     from rlhf.rollout.native.engine import NativeEngine  # noqa: PLC0415
@@ -25,7 +24,6 @@ def start() -> tuple[Handler, Mapping[str, str]]:
 
     folder, threads = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(threads)
-    keep_freed_memory()  # as jobs on a CPU do
 
     def make_engine(rows: int, tokens: int) -> NativeEngine:
         engine = NativeEngine(

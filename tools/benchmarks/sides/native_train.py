@@ -25,7 +25,6 @@ def start() -> tuple[Handler, Mapping[str, str]]:
     from rlhf.data.batch import Sequences  # noqa: PLC0415
     from rlhf.data.ragged import Ragged  # noqa: PLC0415
     from rlhf.dist.groups import GroupFactory  # noqa: PLC0415
-    from rlhf.dist.host_memory import keep_freed_memory  # noqa: PLC0415
     from rlhf.families.registry import read_spec  # noqa: PLC0415
     from rlhf.families.spec import Head  # noqa: PLC0415
     from rlhf.mcore.groups import make_groups  # noqa: PLC0415
@@ -38,7 +37,6 @@ def start() -> tuple[Handler, Mapping[str, str]]:
     from tools.benchmarks.profile import profiled  # noqa: PLC0415
 
     torch.set_num_threads(int(sys.argv[2]))
-    keep_freed_memory()  # as jobs on a CPU do
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel, config = ParallelConfig(), ModelConfig(path=sys.argv[1])
     model = build_model(
@@ -56,7 +54,8 @@ def start() -> tuple[Handler, Mapping[str, str]]:
     update, in_optimizer = optimizer.step, list[float]()
 
     def timed_update() -> Any:
-        began, report = time.perf_counter(), update()
+        began = time.perf_counter()
+        report = update()
         in_optimizer.append(time.perf_counter() - began)
         return report
 
