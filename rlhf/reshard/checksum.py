@@ -24,6 +24,8 @@ CHUNK_ELEMENTS = 2**20
 _MIX_SHIFT = 16
 """Upper bits are also added to lower ones: alone, sign bits of two elements would cancel, whatever their places."""
 
+_MIX_MASK = 2**16 - 1
+
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 """Of SplitMix64's mixing function, as int64."""
 
@@ -51,6 +53,7 @@ def checksum(tensor: str, box: Box, block: Tensor) -> Tensor:
     for at in range(0, len(block), rows):
         bits = _words(block[at : at + rows])
         mixed = bits >> _MIX_SHIFT
+        mixed &= _MIX_MASK  # the shift repeats the sign bit, and then inverted bits would be mixed to the same
         mixed ^= bits
         for dim in range(len(spans) - 1, 0, -1):
             mixed *= weights[dim]

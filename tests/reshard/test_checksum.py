@@ -70,6 +70,19 @@ def test_signs_and_scales_of_whole_tensors_show():
     assert len(seen) == 6 + 31
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_inverted_bits_show(dtype):
+    """Zeros against memory full of ones (NaN) is the case that occurs."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    tensor = torch.zeros(4, 6, dtype=dtype)
+    seen = {int(checksum("w", whole_of(tensor), tensor))}
+    for count in range(1, 25):
+        changed = tensor.clone()
+        changed.view(bits).view(-1)[:count] = -1
+        seen.add(int(checksum("w", whole_of(tensor), changed)))
+    assert len(seen) == 25
+
+
 def test_not_a_number_and_minus_zero_are_bits_like_others():
     tensor = torch.tensor([0.0, float("nan")])
     assert checksum("w", Box.of((0, 2)), tensor) == checksum("w", Box.of((0, 2)), tensor.clone())
