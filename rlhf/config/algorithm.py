@@ -10,7 +10,8 @@ class KLControllerConfig:
     """What becomes of ppo.kl_coef from one step to the next. Source: arXiv:1909.08593, section 2.2."""
 
     kind: str = "fixed"
-    """fixed, or adaptive: after each step up when the policy is further from the reference than target, else down."""
+    """fixed, or adaptive: after each step that trains the actor up when the policy is further from the reference than
+    target, else down."""
     target: float = 6.0
     """Divergence to settle at: mean over responses of the KL summed over a response's tokens, in nats."""
     horizon: int = 10000

@@ -75,7 +75,7 @@ class DriverState:
         """The state after a step, given the tallies of all ranks; those may be missing if nothing depends on them."""
         controller, kl = config.kl_controller, RunningMoments.merged(tally.kl for tally in tallies)
         kl_coef, rewards, returns = self.kl_coef, self.rewards, self.returns
-        if controller.kind == "adaptive":
+        if controller.kind == "adaptive" and self.trains_actor(config):  # else it is near because it stands still
             kl_coef = next_kl_coef(
                 kl_coef, kl.mean, target=controller.target, horizon=controller.horizon, num_samples=kl.count
             )

@@ -51,6 +51,14 @@ def test_the_controller_sees_the_mean_over_the_responses_of_all_ranks():
     assert START.after([tally(), tally(kl=[float("nan")])], config).kl_coef == START.kl_coef
 
 
+def test_the_coefficient_stays_while_the_critic_alone_is_trained():
+    adaptive = KLControllerConfig(kind="adaptive", target=2.0, horizon=100)
+    config = PPOConfig(prompts_per_step=4, minibatch_samples=1, critic_warmup_steps=1, kl_controller=adaptive)
+    first = START.after([tally(kl=[0.0] * 4)], config)
+    assert first.kl_coef == START.kl_coef
+    assert first.after([tally(kl=[0.0] * 4)], config).kl_coef < START.kl_coef
+
+
 def test_moments_of_a_run_are_those_of_all_its_steps():
     config = PPOConfig(shaping=RewardShapingConfig(normalize="running"), value_loss=ValueLossConfig(clip="relative"))
     state = START.after([tally([1.0], [5.0]), tally([2.0, 6.0])], config).after([tally([3.0], [7.0])], config)
