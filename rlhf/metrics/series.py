@@ -34,7 +34,7 @@ class RunSeries:
 def read_metrics(path: Path) -> dict[str, Points]:
     """(step, value) pairs of each metric in a metrics.jsonl.
 
-    Nulls and lines cut short by a crash are left out; of two lines of one step (a run that went on from a checkpoint)
+    Nulls, what else is no finite number, and lines cut short by a crash are left out; of two lines of one step (a run that went on from a checkpoint)
     the later counts.
     """
     found: dict[str, dict[int, float]] = {}
@@ -46,8 +46,10 @@ def read_metrics(path: Path) -> dict[str, Points]:
         if not isinstance(line, dict) or "step" not in line:
             continue
         step = line.pop("step")
+        if not isinstance(step, int):
+            continue
         for name, value in line.items():
-            if value is not None:
+            if isinstance(value, int | float) and math.isfinite(value):
                 found.setdefault(name, {})[step] = value
     return {name: sorted(points.items()) for name, points in found.items()}
 

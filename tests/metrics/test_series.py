@@ -21,6 +21,14 @@ def test_null_values_and_a_line_cut_short_are_left_out(tmp_path: Path) -> None:
     assert read_metrics(path) == {"a": [(1, 1.0), (2, 3.0)], "b": [(2, 2.0)]}
 
 
+def test_what_is_no_finite_number_at_a_whole_step_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    odd = ['{"step": null, "a": 1}', '{"step": "x", "a": 2}', "[1]", "5"]
+    odd += [f'{{"step": 3, "a": {value}, "b": 1}}' for value in ("NaN", "Infinity", '"text"', '{"c": 1}')]
+    path.write_text("\n".join(['{"step": 1, "a": 7}', *odd]))
+    assert read_metrics(path) == {"a": [(1, 7)], "b": [(3, 1)]}
+
+
 def test_of_two_lines_of_a_step_the_later_counts(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     write(path, [{"step": step, "a": value} for step, value in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 5.0))])
