@@ -103,7 +103,11 @@ print(*(found.submodule_search_locations or ["a single file"] if found else []))
 }
 
 [[ -n $cuda_pin && -n $driver_pin && -n $apex_pin ]] || fail "constraints.txt: no lines '# cuda', '# driver', '# apex'"
-[[ -n $no_gpu ]] || check_driver
+if [[ -z $no_gpu ]]; then
+    check_driver
+elif [[ $part == train && -z ${TORCH_CUDA_ARCH_LIST:-} ]]; then
+    lacks "TORCH_CUDA_ARCH_LIST: not set; without a GPU to ask, needs the GPUs to compile for; set it, such as \"9.0\""
+fi
 check_toolkit
 check_rest
 check_apex

@@ -21,6 +21,8 @@ SCRIPT = REPO / "scripts" / "setup_gpu.sh"
 CONSTRAINTS = REPO / "constraints.txt"
 TOOLS = ("awk", "bash", "cat", "dirname", "env", "head", "nproc", "sed")
 """What the script runs of any Linux; the machine's own g++, git, df, nvcc and nvidia-smi are out of its sight."""
+IMAGE = {"TORCH_CUDA_ARCH_LIST": "9.0"}
+"""What the build of an image says."""
 
 
 class Machine:
@@ -92,7 +94,11 @@ def test_an_old_driver_another_toolkit_and_a_dead_gpu_are_told_with_what_was_fou
 def test_a_machine_that_will_do_passes_the_check_and_an_image_needs_no_driver(machine: Machine) -> None:
     machine.compilers()
     machine.toolkit("13.0")
-    assert machine.run("--check", "--no-gpu")[0] == 0
+    code, _, lacking = machine.run("--check", "--no-gpu")
+    assert code == 2
+    assert "TORCH_CUDA_ARCH_LIST: not set" in lacking
+    assert machine.run("--check", "--no-gpu", "sglang")[0] == 0
+    assert machine.run("--check", "--no-gpu", **IMAGE)[0] == 0
     assert machine.run("--check")[0] == 2
     machine.gpu("580.65.06")
     code, said, lacking = machine.run("--check")
@@ -106,13 +112,13 @@ def test_the_other_project_named_apex_is_refused(machine: Machine, tmp_path: Pat
     package = tmp_path / "site" / "apex"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
-    code, _, lacking = machine.run("--check", "--no-gpu", PYTHONPATH=str(package.parent))
+    code, _, lacking = machine.run("--check", "--no-gpu", PYTHONPATH=str(package.parent), **IMAGE)
     assert code == 2
     assert f"{package} is not NVIDIA's" in lacking
     assert "pip uninstall apex" in lacking
     (package / "optimizers").mkdir()
     (package / "optimizers" / "__init__.py").touch()
-    assert machine.run("--check", "--no-gpu", PYTHONPATH=str(package.parent))[0] == 0
+    assert machine.run("--check", "--no-gpu", PYTHONPATH=str(package.parent), **IMAGE)[0] == 0
 
 
 def test_it_explains_itself_and_refuses_an_unknown_part(machine: Machine) -> None:
