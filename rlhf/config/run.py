@@ -168,7 +168,10 @@ class PPORunConfig:
                 "rollout.sampling.temperature: 0 samples the same response every time, and nothing can be learnt "
                 "from it; needs more than 0; set rollout.sampling.temperature=1"
             )
-        for name, sampling in (("rollout.sampling", self.rollout.sampling), ("eval.sampling", self.eval.sampling)):
+        used = [("rollout.sampling", self.rollout.sampling)]
+        if self.data.held_out:
+            used.append(("eval.sampling", self.eval.sampling))
+        for name, sampling in used:
             if self.data.max_prompt_tokens + sampling.max_new_tokens > self.rollout.kv_cache_tokens:
                 refuse(
                     f"rollout.kv_cache_tokens: {self.rollout.kv_cache_tokens} is less than data.max_prompt_tokens + "

@@ -52,7 +52,10 @@ class GgufFile:
         self.metadata: Mapping[str, object] = dict(self._entry() for _ in range(num_entries))
         tensors = [self._tensor() for _ in range(num_tensors)]
         align = self.metadata.get("general.alignment", 32)
-        assert isinstance(align, int), f"{path}: general.alignment is {align!r}"
+        if not isinstance(align, int) or align < 1:
+            raise CheckpointError(
+                f"{path}: general.alignment is {align!r}; needs a positive whole number; fetch the file again"
+            )
         start = -(-self._at // align) * align
         self.tensors: Mapping[str, GgufTensor] = {
             name: GgufTensor(shape, storage, start + offset) for name, shape, storage, offset in tensors
@@ -73,7 +76,7 @@ class GgufFile:
                 f"{', '.join(f'{number} ({one.name})' for number, one in _STORAGES.items())}; take another file"
             )
         storage, count = _STORAGES[tensor.storage], prod(tensor.shape)
-        if tensor.shape[-1] % storage.block:
+        if (tensor.shape or (1,))[-1] % storage.block:
             raise CheckpointError(
                 f"{self.path}: {name} is {tensor.shape}, whose rows are no multiple of {storage.block}; "
                 "needs whole blocks; fetch the file again"
@@ -99,7 +102,13 @@ class GgufFile:
         return value
 
     def _text(self) -> str:
-        return self._take(self._unpack("Q")).decode("utf-8")
+        text = self._take(self._unpack("Q"))
+        try:
+            return text.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(
+                f"{self.path}: holds text that is not UTF-8 ({error}); fetch the file again"
+            ) from error
 
     def _value(self, kind: int) -> object:
         if kind == _STRING:

