@@ -34,8 +34,8 @@ class RunSeries:
 def read_metrics(path: Path) -> dict[str, Points]:
     """(step, value) pairs of each metric in a metrics.jsonl.
 
-    Nulls, what else is no finite number, and lines cut short by a crash are left out; of two lines of one step (a run that went on from a checkpoint)
-    the later counts.
+    Nulls, what else is no finite number, and lines cut short by a crash are left out; of two lines of one step (a run
+    that went on from a checkpoint) the later counts.
     """
     found: dict[str, dict[int, float]] = {}
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
