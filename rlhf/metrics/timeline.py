@@ -5,7 +5,7 @@ one for its computations. Source of the format: "Trace Event Format", Google, co
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf.metrics.timers import Interval, Kind
 
@@ -53,14 +53,21 @@ class Timeline:
         return max((i.stop - r.ahead_s for r in self.ranks for i in r.intervals), default=0.0) - self.origin
 
     def aligned(self) -> dict[int, tuple[Interval, ...]]:
-        """Intervals of each rank, in seconds since the first rank began. See `RankTrace.aligned`."""
-        return {trace.rank: trace.aligned(self.origin) for trace in self.ranks}
+        """Intervals of each rank, in seconds since the first rank began. See `RankTrace.aligned`.
+
+        A rank that is alone waits for nobody: what groups of one do (copies, sums) is work there.
+        """
+        found = {trace.rank: trace.aligned(self.origin) for trace in self.ranks}
+        if len(found) > 1:
+            return found
+        return {rank: tuple(_as_work(interval) for interval in intervals) for rank, intervals in found.items()}
 
     def chrome_trace(self) -> dict[str, object]:
         """As plain values for JSON; times in microseconds."""
         events: list[dict[str, object]] = []
+        aligned = self.aligned()
         for trace in self.ranks:
-            intervals = trace.aligned(self.origin)
+            intervals = aligned[trace.rank]
             tracks = tracks_of(intervals)
             names = [LOOP, *sorted(set(tracks) - {LOOP})]
             events += _names(trace, names)
@@ -74,6 +81,10 @@ class Timeline:
             "clock_error_s": {str(trace.rank): trace.error_s for trace in self.ranks},
         }
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+
+
+def _as_work(interval: Interval) -> Interval:
+    return replace(interval, kind=Kind.WORK) if interval.kind is Kind.WAIT else interval
 
 
 def tracks_of(intervals: tuple[Interval, ...]) -> list[str]:

@@ -46,9 +46,12 @@ def timeline_figure(timeline: Timeline) -> Figure:
     ax.set_yticks(range(len(shown)), [_row_name(trace, shown) for trace in shown])
     ax.set_xlabel("seconds", fontsize=9, color=FAINT)
     handles = [Patch(color=colours[name], label=name) for name in phases]
-    handles.append(
-        Patch(facecolor=WAIT_FACE, edgecolor=WAIT_EDGE, hatch=WAIT_HATCH, linewidth=0, label="waits for other ranks")
-    )
+    if len(timeline.ranks) > 1:
+        handles.append(
+            Patch(
+                facecolor=WAIT_FACE, edgecolor=WAIT_EDGE, hatch=WAIT_HATCH, linewidth=0, label="waits for other ranks"
+            )
+        )
     drawn = {i.name for trace in shown for i in aligned[trace.rank]}
     handles += [Patch(facecolor=c, edgecolor=FAINT, label=name) for name, c in STRIP.items() if name in drawn]
     figure.legend(handles=handles, loc="outside lower left", ncols=7, frameon=False, fontsize=8, labelcolor=INK)

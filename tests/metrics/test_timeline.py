@@ -32,6 +32,14 @@ def test_ranks_are_put_on_the_clock_of_rank_0() -> None:
     assert [i.start for i in aligned[1]] == [0.5, 1.5, 2.5, 3.5, 6.0]
 
 
+def test_a_rank_that_is_alone_waits_for_nobody() -> None:
+    def kinds(timeline: Timeline) -> set[str]:
+        return {str(event.get("cat")) for event in timeline.chrome_trace()["traceEvents"] if event["ph"] == "X"}
+
+    assert kinds(TIMELINE) == {"phase", "work", "wait"}
+    assert kinds(Timeline("a run", 3, TIMELINE.ranks[:1])) == {"phase", "work"}
+
+
 def test_a_span_is_on_the_track_of_the_role_that_works() -> None:
     assert tracks_of(TIMELINE.aligned()[0]) == ["step", "step", "actor", "actor", "step"]
 
