@@ -257,14 +257,17 @@ RunConfig = PPORunConfig | SFTRunConfig
 
 
 def check_world(config: RunConfig, world_size: int) -> None:
-    """Raise ConfigError unless the pools of a run cover ranks 0..world_size-1 and nothing more."""
+    """Raise ConfigError unless the pools of a run cover ranks 0..world_size-1 and nothing more.
+
+    Under `rlhf.config.checks.collecting` the fault is of the job's size, and does not put the roles' settings in doubt.
+    """
     pools = config.pools()
-    for role, ranks in pools.items():
-        if ranks.stop > world_size:
-            refuse(
-                f"{role}: its pool is ranks {ranks.start}..{ranks.stop - 1}, but the job has {world_size} ranks; "
-                f"start more, or lower the sizes or first_rank of {role}"
-            )
+    beyond = [f"{role} {r.start}..{r.stop - 1}" for role, r in pools.items() if r.stop > world_size]
+    if beyond:
+        refuse(
+            f"job size: {world_size} ranks, but pools reach beyond them ({', '.join(beyond)}); "
+            f"start {max(ranks.stop for ranks in pools.values())}, or lower the sizes or first_rank of these roles"
+        )
     idle = sorted(set(range(world_size)) - {rank for ranks in pools.values() for rank in ranks})
     if idle:
         shown = idle if len(idle) <= 8 else f"{idle[:8]} and {len(idle) - 8} more"

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from rlhf.errors import ConfigError
 from rlhf.families.registry import logical_tensors
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.preflight.inputs import check_inputs, roles_of
-from rlhf.preflight.lengths import guess_lengths, read_lengths
+from rlhf.preflight.lengths import guess_lengths, lengths_notes, read_lengths
 from rlhf.preflight.text import table
 from rlhf.preflight.world import pools_are_known
 from rlhf.reshard.topology import Topology
@@ -41,21 +41,28 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return int(ExitCode.BAD_INPUT)
-    with collecting(faults):
-        for part in report(config, faults, args):
-            sys.stdout.write(f"{part}\n\n")
-    if not faults.found:
-        sys.stdout.write("check: nothing wrong\n")
-        return 0
-    count = len(faults.found)
+    try:
+        with collecting(faults):
+            for part in report(config, faults, args):
+                sys.stdout.write(f"{part}\n\n")
+    finally:  # whatever stops the report, what was found wrong is told
+        _tell(faults)
+    if faults.found:
+        return int(ExitCode.BAD_INPUT)
+    sys.stdout.write("check: nothing wrong\n")
+    return 0
+
+
+def _tell(faults: Faults) -> None:
+    if not (count := len(faults.found)):
+        return
     lines = [f"check: {count} {'thing is' if count == 1 else 'things are'} wrong:"]
     sys.stdout.flush()
     sys.stderr.write("\n  ".join([*lines, *(fault.message for fault in faults.found)]) + "\n")
-    return int(ExitCode.BAD_INPUT)
 
 
-def report(config: RunConfig, faults: Faults, args: argparse.Namespace) -> list[str]:
-    """The parts of the report that can be made; faults are noted. Call under `collecting(faults)`."""
+def report(config: RunConfig, faults: Faults, args: argparse.Namespace) -> Iterator[str]:
+    """The parts of the report that can be made; faults are noted. Iterate over it under `collecting(faults)`."""
     world = _world_size(config, args) if pools_are_known(faults) else 0
     missing: dict[str, list[str]] = {}
     specs = check_inputs(config, faults, on_published=lambda role, hub_id: missing.setdefault(hub_id, []).append(role))
@@ -64,12 +71,12 @@ def report(config: RunConfig, faults: Faults, args: argparse.Namespace) -> list[
         f"published shapes; a run needs the checkpoint itself: `hf download {hub_id}`"
         for hub_id, of in missing.items()
     ]
-    parts = [_models(config, specs)] if specs else []
+    if specs:
+        yield _models(config, specs)
     if world:
-        parts += _parts_of_job(config, specs, faults, notes, args, world)
+        yield from _parts_of_job(config, specs, faults, notes, args, world)
     if notes:
-        parts.append("\n".join(["notes", *(f"  - {note}" for note in notes)]))
-    return parts
+        yield "\n".join(["notes", *(f"  - {note}" for note in notes)])
 
 
 def _world_size(config: RunConfig, args: argparse.Namespace) -> int:
@@ -100,50 +107,54 @@ def _parts_of_job(
     notes: list[str],
     args: argparse.Namespace,
     world: int,
-) -> list[str]:
+) -> Iterator[str]:
     # Only here: Megatron-Core takes seconds to import, and faults of a config need not wait for it.
     from rlhf.preflight import memory, placement, roles  # noqa: PLC0415
 
     where = {"world_size": world, "gpus_per_node": args.gpus_per_node}
     grids = roles.grids_of(config)
-    parts = [placement.render_placement(grids, **where)]
+    yield placement.render_placement(grids, **where)
     notes += placement.placement_notes(grids, **where)
     sound = {
         name: spec
         for name, spec in specs.items()
-        if not faults.doubts(rf"{name}\.(parallel\..*|model\..*|microbatch_tokens)")
+        if not faults.doubts(rf"{name}(\.(parallel(\..*)?|model(\..*)?|microbatch_tokens))?")
     }
-    engine_is_known = _has_native_engine(config) and not faults.doubts(r"rollout\.(tp|dp|kv_cache_tokens)|sync\..*")
+    engine_is_known = _has_native_engine(config) and not faults.doubts(
+        r"rollout(\.(tp|dp|kv_cache_tokens|engine))?|sync(\..*)?"
+    )
     if held := memory.holdings(config, sound, with_engine=engine_is_known):
-        parts.append(memory.render_memory(held))
+        yield memory.render_memory(held)
         known = {one.role for one in held}
         notes += [f"memory: {name} is not known and not in the sums" for name in grids if name not in known]
         if args.gpu_memory:
             staging = 2 * config.sync.bucket_bytes if isinstance(config, PPORunConfig) else 0
             notes += memory.check_fits(held, gpu_memory_gib=args.gpu_memory, staging_bytes=staging)
     if isinstance(config, PPORunConfig) and engine_is_known and "actor" in sound:
-        parts.append(_sync(config, sound["actor"], args.gpus_per_node))
+        yield from _sync(config, sound["actor"], args.gpus_per_node)
     if isinstance(config, PPORunConfig) and not _has_native_engine(config):
         notes.append(
             f"rollout.engine: {config.rollout.engine} is not asked; its memory and the sync into it are not here"
         )
     if not faults.doubts(
-        r"ppo\.(prompts_per_step|samples_per_prompt|minibatch_samples)|sft\.batch_samples|seed|"
-        r"data\.max_prompt_tokens|rollout\.sampling\.max_new_tokens"
+        r"ppo(\.(prompts_per_step|samples_per_prompt|minibatch_samples))?|sft(\.batch_samples)?|seed|"
+        r"data(\.max_prompt_tokens)?|rollout(\.sampling(\.max_new_tokens)?)?"
     ):
-        parts += _microbatches(config, roles.model_roles(config, sound), notes, args.lengths)
-    return parts
+        yield from _microbatches(config, roles.model_roles(config, sound), notes, args.lengths)
 
 
 def _has_native_engine(config: RunConfig) -> bool:
     return isinstance(config, PPORunConfig) and config.rollout.engine == "native"
 
 
-def _sync(config: PPORunConfig, spec: ModelSpec, gpus_per_node: int) -> str:
+def _sync(config: PPORunConfig, spec: ModelSpec, gpus_per_node: int) -> list[str]:
     from rlhf.preflight.sync import render_sync, sync_certificate  # noqa: PLC0415
 
     ranks = max(ranks.stop for ranks in config.pools().values())
-    return render_sync(sync_certificate(config, spec, Topology.blocks(ranks, ranks_per_node=gpus_per_node)))
+    with noted():
+        topology = Topology.blocks(ranks, ranks_per_node=gpus_per_node)
+        return [render_sync(sync_certificate(config, spec, topology))]
+    return []
 
 
 def _microbatches(config: RunConfig, models: "list[ModelRole]", notes: list[str], given: str) -> list[str]:
@@ -151,6 +162,7 @@ def _microbatches(config: RunConfig, models: "list[ModelRole]", notes: list[str]
 
     with noted():
         lengths = read_lengths(given) if given else guess_lengths(config)
+        notes += lengths_notes(config, lengths)
         works = plan_work(config, models, lengths)
         notes += work_notes(works)
         return [render_work(config, works, lengths)] if works else []
@@ -168,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("config", nargs="*", help="CONFIG.yaml [KEY=VALUE ...], as for the run")
     parser.add_argument("--world-size", type=_count, default=0, help="ranks of the job (as many as the pools need)")
     parser.add_argument("--gpus-per-node", type=_count, default=8, help="ranks on a node (8)")
-    parser.add_argument("--gpu-memory", type=float, default=0.0, help="of a GPU, in GiB; holding more is a fault")
+    parser.add_argument("--gpu-memory", type=_gib, default=0.0, help="of a GPU, in GiB; holding more is a fault")
     parser.add_argument(
         "--lengths", default="", help="TOKENS:WEIGHT,..., a file with a length a line, or a samples.jsonl"
     )
@@ -179,3 +191,9 @@ def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} given; needs a whole number of at least 1")
     return int(text)
+
+
+def _gib(text: str) -> float:
+    if not text.replace(".", "", 1).isdigit() or float(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} given; needs GiB above 0, such as 80")
+    return float(text)

@@ -44,6 +44,8 @@ def check_inputs(
     faults = faults or Faults()
     specs = {}
     for name, role in roles_of(config).items():
+        if faults.doubts(rf"{name}(\.model(\.path)?)?"):
+            continue  # what stands there is a stand-in
         with noted():
             known = find_published(role.model.path) if on_published and "/" in role.model.path else None
             if on_published and known and find_folder(role.model.path) is None:
@@ -51,7 +53,7 @@ def check_inputs(
                 on_published(name, role.model.path)
             else:
                 specs[name] = _checked_folder(name, role, save_hf=config.save_hf)
-        if name in specs and not faults.doubts(rf"{name}\.parallel\..*"):
+        if name in specs and not faults.doubts(rf"{name}\.parallel(\..*)?"):
             with noted():
                 check_layout(specs[name], role.parallel, where=f"{name}.parallel")
     if config.data.source in ("jsonl", "parquet"):

@@ -78,6 +78,19 @@ def guess_lengths(config: RunConfig) -> Lengths:
     return Lengths(tokens, (1.0,) * steps, f"{source}; give yours with {WHERE}")
 
 
+def lengths_notes(config: RunConfig, lengths: Lengths) -> list[str]:
+    """What of the lengths cannot come up in the run."""
+    if not isinstance(config, PPORunConfig):
+        return []
+    prompt, response = config.data.max_prompt_tokens, config.rollout.sampling.max_new_tokens
+    if max(lengths.tokens) <= prompt + response:
+        return []
+    return [
+        f"{WHERE}: up to {max(lengths.tokens)} tokens, but rows of this run end at data.max_prompt_tokens + "
+        f"rollout.sampling.max_new_tokens = {prompt} + {response}"
+    ]
+
+
 def _of_lines(path: Path) -> Sequence[int]:
     words = path.read_text(encoding="utf-8", errors="replace").split()
     wrong = next((word for word in words if not word.isdigit() or int(word) < 2), None)

@@ -25,6 +25,8 @@ class Work:
     """Tokens over microbatches times their budget, all dp ranks and steps together."""
     bubble: float
     """Share of time that a pipeline stage stands idle, were all microbatches alike."""
+    too_long: int
+    """Rows longer than the budget: each is a microbatch of its own, larger than microbatch_tokens says."""
 
 
 def plan_work(config: RunConfig, roles: Sequence[ModelRole], lengths: Lengths) -> list[Work]:
@@ -55,6 +57,7 @@ def _work(name: str, role: ModelRole, minibatches: Sequence[Sequence[int]]) -> W
         microbatches=(min(counts), max(counts)),
         fill=tokens / (sum(counts) * dp * budget),
         bubble=sum((stages - 1) / (count + stages - 1) for count in counts) / len(counts),
+        too_long=sum(length > budget for minibatch in minibatches for length in minibatch),
     )
 
 
@@ -92,6 +95,12 @@ def work_notes(works: Sequence[Work]) -> list[str]:
         notes.append(
             f"pipeline stages stand idle for over a quarter of the time ({', '.join(waits)}); use fewer stages, "
             "smaller microbatch_tokens or larger minibatches"
+        )
+    over = [f"{one.too_long} of {one.name}" for one in works if one.too_long]
+    if over:
+        notes.append(
+            f"rows longer than microbatch_tokens ({', '.join(over)}) are microbatches of their own and need more memory "
+            "than it says; raise it, or lower the limits of lengths"
         )
     return notes
 

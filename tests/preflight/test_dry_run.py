@@ -83,6 +83,44 @@ def test_every_fault_is_told_beside_what_can_be_said(check) -> None:
     assert "one weight sync: 0.25 MiB between ranks" in out  # the whole model, from rank 0 to rank 1
 
 
+def test_a_job_of_the_wrong_size_hides_no_fault_of_its_roles(check) -> None:
+    code, out, err = check("actor.parallel.tp=16", "num_steps=x", "actor.optim.lr=abc", "--world-size", 9)
+    assert code == 2
+    assert [line.split(":")[0].strip() for line in err.splitlines()[1:]] == [
+        *("num_steps", "actor.optim.lr", "job size", "--gpus-per-node", "actor.parallel.tp"),
+    ]
+    assert "job size: 9 ranks, but pools reach beyond them (actor 0..15); start 16" in err
+    assert "9 ranks, 2 nodes of 8" in out  # a fault elsewhere leaves the places of roles known
+    assert re.search(r"critic +each +0 ", out)
+    assert not re.search(r"(actor|rollout) +each", out)
+    assert "one weight sync" not in out
+
+
+def test_faults_are_told_though_the_report_breaks_off(check, monkeypatch, capsys) -> None:
+    def broken(*_: object, **__: object) -> str:
+        raise ZeroDivisionError("a bug in a part of the report")
+
+    monkeypatch.setattr("rlhf.preflight.memory.render_memory", broken)
+    with pytest.raises(ZeroDivisionError):
+        check("ppo.gamma=2")
+    out, err = capsys.readouterr()
+    assert "1 thing is wrong:\n  ppo.gamma: 2.0 given" in err
+    assert out.startswith("models\n")
+
+
+def test_a_model_without_a_path_is_not_looked_for(check) -> None:
+    for words in (["actor.model.path=5"], ["actor.model=5"], ["actor.model.path="]):
+        _, _, err = check(*words, "data.path=/nowhere")
+        assert [line.split(":")[0].strip() for line in err.splitlines()[1:]] == [words[0].split("=")[0], "data.path"]
+
+
+def test_lengths_beyond_what_the_run_can_have_are_said(check) -> None:
+    code, out, _ = check("--lengths", "50:1,20:1", "critic.microbatch_tokens=45")
+    assert code == 0
+    assert "--lengths: up to 50 tokens, but rows of this run end at data.max_prompt_tokens" in out
+    assert re.search(r"rows longer than microbatch_tokens \(\d+ of critic scores, \d+ of critic update\) are", out)
+
+
 def test_pools_that_are_not_known_are_not_placed(check) -> None:
     code, out, err = check("critic.parallel.tp=0", "ppo.minibatch_samples=0", "rollout.kv_cache_tokens=0")
     assert code == 2
@@ -101,7 +139,13 @@ def test_pools_that_are_not_known_are_not_placed(check) -> None:
 def test_a_broken_file_and_broken_options_end_with_2(check, tmp_path: Path) -> None:
     assert dry_run.main([str(tmp_path / "none.yaml")]) == 2
     assert dry_run.main([]) == 2
-    for words in (["--world-size", "0"], ["--gpus-per-node", "x"], ["--nonsense"]):
+    for words in (
+        ["--world-size", "0"],
+        ["--gpus-per-node", "x"],
+        ["--nonsense"],
+        ["--gpu-memory", "nan"],
+        ["--gpu-memory=-5"],
+    ):
         with pytest.raises(SystemExit) as left:
             check(*words)
         assert left.value.code == 2

@@ -92,7 +92,7 @@ def test_everything_that_is_wrong_is_said_at_once(folder: Path, capsys: pytest.C
 def test_pools_are_compared_with_the_job_beside_other_faults(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = said(capsys, "--nproc", 2, folder / "tiny.yaml", "rollout.first_rank=2", "ppo.gamma=2")
     assert "ppo.gamma: 2.0 given" in message
-    assert "rollout: its pool is ranks 2..2, but the job has 2 ranks" in message
+    assert "job size: 2 ranks, but pools reach beyond them (rollout 2..2); start 3" in message
     assert "pools: ranks [1] of 2 belong to no role" in message
 
 

@@ -186,5 +186,5 @@ def test_a_wrong_number_of_ranks_starts_nothing(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 2
-    assert "its pool is ranks 0..3, but the job has 3 ranks" in done.stderr
+    assert "job size: 3 ranks, but pools reach beyond them (actor 0..3" in done.stderr
     assert not (tmp_path / "runs").exists()
