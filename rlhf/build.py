@@ -13,6 +13,7 @@ from typing import cast
 import torch
 
 from rlhf.checkpoint.hf_export import export_hf
+from rlhf.config.checks import collecting
 from rlhf.config.model import FrozenRoleConfig, ModelConfig, TrainedRoleConfig
 from rlhf.config.run import PPORunConfig, RunConfig, SFTRunConfig, check_world
 from rlhf.data.batch import PromptBatch
@@ -57,8 +58,10 @@ def build_loop(config: RunConfig, ranks: Ranks) -> PPOLoop | SFTLoop:
     Raises:
         ConfigError, CheckpointError, DataError, LayoutError: Something the config names cannot be used.
     """
-    check_world(config, ranks.world_size)
-    check_inputs(config)
+    with collecting() as faults:
+        check_world(config, ranks.world_size)
+        check_inputs(config, faults)
+    faults.raise_any(config.name)
     site = open_site(config, ranks)
     with ExitStack() as until_it_runs:
         if site.desk is not None:  # loading can take minutes; the loop ends the display that begins here

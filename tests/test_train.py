@@ -69,3 +69,16 @@ def test_a_run_leaves_true_records_and_moves_an_earlier_one_aside(tmp_path: Path
     assert json.loads((run / "summary.json").read_text())["steps"] == 3
     assert f"model       {tmp_path}/hf" in done.stdout
     assert (tmp_path / "hf" / "model.safetensors").exists()
+
+
+def test_faults_of_settings_and_files_are_told_together(tmp_path: Path) -> None:
+    make_files(tmp_path)
+    done = train(tmp_path, "ppo.clip_eps=-1", "critic.model.path=/nowhere", "rollout.tp=3")
+    assert done.returncode == 2
+    assert [line.split(":")[0].strip() for line in done.stderr.splitlines()[1:]] == [
+        *("ppo.clip_eps", "critic.model.path", "rollout.tp"),
+    ]
+    done = train(tmp_path, "critic.model.path=/nowhere", "rollout.sampling.stop_token_ids=[9999]")
+    assert done.returncode == 2
+    for key in ("critic.model.path: '/nowhere'", "rollout.sampling.stop_token_ids: [9999]"):
+        assert key in done.stderr + done.stdout

@@ -99,8 +99,8 @@ def work_notes(works: Sequence[Work]) -> list[str]:
     over = [f"{one.too_long} of {one.name}" for one in works if one.too_long]
     if over:
         notes.append(
-            f"rows longer than microbatch_tokens ({', '.join(over)}) are microbatches of their own and need more memory "
-            "than it says; raise it, or lower the limits of lengths"
+            f"rows longer than microbatch_tokens ({', '.join(over)}) are microbatches of their own and need more "
+            "memory than it says; raise it, or lower the limits of lengths"
         )
     return notes
 
