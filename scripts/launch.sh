@@ -57,6 +57,11 @@ while (($#)); do
 done
 (($#)) || [[ -n $doctor ]] || bad_usage "CONFIG: not given; needs a YAML file; see --help"
 [[ -x "$(command -v "$python")" ]] || bad_usage "$python: no such program; needs the environment; run scripts/setup.sh"
+for option in nproc nnodes node_rank start_timeout; do
+    [[ ${!option} =~ ^(0|[1-9][0-9]{0,8})$ ]] || bad_usage "--${option//_/-}: ${!option} given; needs a whole number"
+done
+((nnodes)) || bad_usage "--nnodes: 0 given; needs at least 1"
+((start_timeout)) || bad_usage "--start-timeout: 0 given; needs at least 1 second"
 ((nnodes == 1)) && node_rank=0
 [[ $nnodes == 1 || $rendezvous == *:* ]] || bad_usage "--rendezvous: not given; $nnodes hosts need it: HOST_0:PORT"
 ((node_rank < nnodes)) || bad_usage "--node-rank: $node_rank given; needs 0..$((nnodes - 1)) on $nnodes hosts"

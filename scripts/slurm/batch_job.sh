@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # What the batch scripts beside it share. They source it in the batch shell, on the job's first node, with RLHF_ROOT set:
 # SLURM runs a copy of a batch script, so that its own place says nothing.
+RLHF_ROOT="$(cd "$RLHF_ROOT" && pwd)" # what is mounted and named by it is named in full
 export RLHF_ROOT
 
 refuse() {
@@ -52,18 +53,20 @@ trap ':' TERM              # scancel: the steps get it too, and this shell waits
 # launch_on_all_nodes MODULE [options of launch.sh] CONFIG [key=value ...]: the job from its check to its exit code.
 # Does not return.
 launch_on_all_nodes() {
-    local nodes="$SLURM_JOB_NUM_NODES" options=(--module "$1") checked
+    local nodes="$SLURM_JOB_NUM_NODES" options=(--module "$1") checked doctor=""
     shift
     while [[ ${1:-} == --* ]]; do
         options+=("$1")
         if [[ $1 == --doctor ]]; then
-            run_folder="${2:-runs}/doctor"
+            doctor=1
         elif (($# > 1)); then
             options+=("$2") && shift
         fi
         shift
     done
-    if [[ -z $run_folder ]]; then
+    if [[ -n $doctor ]]; then
+        run_folder="${1:-runs}/doctor"
+    else
         checked="$("${step[@]}" --nodes=1 --ntasks=1 "${in_container[@]}" \
             "$RLHF_PYTHON" -m rlhf.preflight --nnodes "$nodes" "${options[@]:0:2}" "$@")" || exit $?
         { read -r _ && read -r run_folder; } <<<"$checked"

@@ -188,3 +188,26 @@ def test_a_wrong_number_of_ranks_starts_nothing(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "job size: 3 ranks, but pools reach beyond them (actor 0..3" in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--nnodes", "x"], "--nnodes: x given; needs a whole number"),
+        (["--nnodes", "0"], "--nnodes: 0 given; needs at least 1"),
+        (["--nproc", "a[$(touch made)]"], "--nproc: a[$(touch made)] given; needs a whole number"),
+        (["--node-rank", "-1"], "--node-rank: -1 given; needs a whole number"),
+        (["--nnodes", "2", "--rendezvous", "a:1", "--node-rank", "2"], "--node-rank: 2 given; needs 0..1 on 2 hosts"),
+        (["--start-timeout", "0.5"], "--start-timeout: 0.5 given; needs a whole number"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(tmp_path: Path, options: list[str], says: str) -> None:
+    done = subprocess.run(
+        [REPO / "scripts/launch.sh", *options, "--doctor", tmp_path],
+        cwd=tmp_path,
+        env={**os.environ, "RLHF_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (2, f"launch: {says}\n")
+    assert not list(tmp_path.iterdir())

@@ -166,7 +166,7 @@ def test_a_node_whose_launcher_never_starts_is_named(cluster: SlurmCluster, tmp_
 
 
 def test_the_doctor_looks_at_every_node(cluster: SlurmCluster, tmp_path: Path) -> None:
-    job = submit(cluster, tmp_path, "--nodes=2", SCRIPTS / "train.sbatch", "--nproc", "1", "--doctor", tmp_path)
+    job = submit(cluster, tmp_path, "--nodes=2", SCRIPTS / "train.sbatch", "--doctor", "--nproc", "1", tmp_path)
     _, code = job.wait_for_end()
     assert read_exit(tmp_path / "doctor")["code"] == int(code)
     assert "doctor: 2 rank(s)" in job.output
