@@ -7,9 +7,7 @@ Signals are held back and taken one at a time between two looks, so that nothing
 
 import argparse
 import fcntl
-import hashlib
 import os
-import shlex
 import signal
 import socket
 import sys
@@ -21,6 +19,7 @@ from rlhf.dist.aftermath import ENDED_BY, finding_of, settled, sweep, verdict
 from rlhf.dist.exit_record import ExitCode, ExitRecord, claim, clear_marks, exit_path, read_record, write_over
 from rlhf.dist.gathering import Hub, Member
 from rlhf.dist.heartbeat import Beat, read_beats
+from rlhf.dist.launch_options import read_options, wants
 from rlhf.dist.late_start import ALL_JOINED, late_start
 from rlhf.dist.network import check_rendezvous, interface_of
 from rlhf.dist.nodes import new_mark
@@ -54,7 +53,7 @@ class Launcher:
         self._args, self._run_folder, self._num_nodes = args, Path(args.run_folder), args.nnodes
         self._log = self._run_folder / "logs" / f"launcher_{args.node_rank}.log"
         self._endpoint = args.rendezvous if args.nnodes > 1 else "127.0.0.1:0"
-        mark = new_mark(args.node_rank, host=socket.gethostname(), wants=_wants(args))
+        mark = new_mark(args.node_rank, host=socket.gethostname(), wants=wants(args))
         self._company: Hub | Member = (
             Member(self._run_folder, mark, num_nodes=args.nnodes)
             if args.node_rank
@@ -255,19 +254,6 @@ class Launcher:
         return read_record(exit_path(self._run_folder)) or record
 
 
-def _wants(args: argparse.Namespace) -> dict[str, str]:
-    """What all nodes have to be started with alike."""
-    file = Path(args.program[1]) if len(args.program) > 1 else Path()
-    return {
-        "--nnodes": str(args.nnodes),
-        "--nproc": str(args.world_size // args.nnodes),
-        "--rendezvous": args.rendezvous,
-        "--job-id": args.job_id,
-        "program": shlex.join(args.program),
-        str(file): hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.is_file() else "",
-    }
-
-
 def _say(text: str) -> None:
     sys.stdout.write(f"launch: {text}\n")
     sys.stdout.flush()
@@ -275,17 +261,7 @@ def _say(text: str) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """The job's exit code; 2 when another launcher holds this place."""
-    parser = argparse.ArgumentParser(prog="python -m rlhf.dist.launcher", description="Launch one node of a job.")
-    parser.add_argument("--run-folder", required=True)
-    parser.add_argument("--world-size", type=int, required=True, help="ranks of the job, the same number on each node")
-    parser.add_argument("--nnodes", type=int, default=1)
-    parser.add_argument("--node-rank", type=int, default=0)
-    parser.add_argument("--rendezvous", default="", help="HOST_0:PORT, for more than one node")
-    parser.add_argument("--job-id", default="", help="begin of the job's id, for people")
-    parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds until every rank must be there")
-    parser.add_argument("--interface", default="", help="GLOO_SOCKET_IFNAME, when the user has set it")
-    parser.add_argument("program", nargs="+", help="-- MODULE [its arguments]")
-    args = parser.parse_args(argv)
+    args = read_options(argv)
     signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # launch.sh ignored it until here
     logs = Path(args.run_folder) / "logs"
