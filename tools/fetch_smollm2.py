@@ -261,7 +261,9 @@ _TOKEN_ROLES: Mapping[str, str] = {"bos": "bos", "eos": "eos", "pad": "padding"}
 def answer(folder: Path, question: str) -> str:
     """What the model says by transformers' own greedy decoding, 16 tokens of it."""
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+    from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
 
+    disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True, dtype=torch.float32)
     chat = [{"role": "user", "content": question}]
