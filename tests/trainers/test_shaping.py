@@ -87,12 +87,12 @@ def test_masked_truncated_responses_take_part_in_no_loss_and_no_statistic():
 
 SCORES = np.random.default_rng(4).normal(3.0, 2.0, (2, 12)).astype(np.float32)
 EARLIER = SCORES[0]
-DROPPED = (1, 7)
-KEPT = np.array([i not in DROPPED for i in range(12)])
+DROPPED, CUT = (1, 7), (4,)
+KEPT = np.array([i not in DROPPED + CUT for i in range(12)])
 
 
 def _rows(index: list[int]) -> ScoredRollout:
-    whole = scored(SCORES[1].tolist(), lengths=[3] * 12, dropped=DROPPED)
+    whole = scored(SCORES[1].tolist(), lengths=[3] * 12, cut=CUT, dropped=DROPPED)
     return whole.select(torch.tensor(index, dtype=torch.int64))
 
 
@@ -113,7 +113,7 @@ def _check_ownership() -> None:
     run = np.concatenate([EARLIER, kept])
     pairs = SCORES[1].astype(np.float64).reshape(6, 2)
     apart = (pairs - pairs.mean(1, keepdims=True)) / pairs.std(1, keepdims=True)
-    whole = np.repeat(KEPT.reshape(6, 2).all(1), 2)  # a pair of which one was dropped gives 0
+    whole = np.repeat(KEPT.reshape(6, 2).all(1), 2)  # a pair of which one was left out gives 0
     expected = {
         "batch": (kept - kept.mean()) / kept.std(),
         "running": (kept - run.mean()) / run.std(),
@@ -121,7 +121,7 @@ def _check_ownership() -> None:
     }
     for normalize, reference in expected.items():
         for owners in (1, 2, 3):
-            found = _owned_by(owners, groups, config(normalize=normalize)).numpy()[KEPT]
+            found = _owned_by(owners, groups, config(normalize=normalize, truncated="mask")).numpy()[KEPT]
             # float32 leaves 1e-7; the 1e-8 added to the variance of the closest pair, 2e-4, leaves half of 5e-5
             np.testing.assert_allclose(found, reference, atol=5e-5, err_msg=f"{normalize}, {owners} owners")
 
