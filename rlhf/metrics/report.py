@@ -83,7 +83,7 @@ def _by_step(name: str, numbers: Sequence[float]) -> str:
 def _sample(number: int, sample: BeforeAfter) -> str:
     return "\n".join(
         [
-            f"sample {number}   {_one_line(sample.prompt)}",
+            f"sample {number}   {_end_of_line(sample.prompt)}",
             f"  before   {_one_line(sample.before)}   reward {sample.before_reward:g}",
             f"  after    {_one_line(sample.after)}   reward {sample.after_reward:g}",
         ]
@@ -92,5 +92,15 @@ def _sample(number: int, sample: BeforeAfter) -> str:
 
 def _one_line(text: str) -> str:
     """Text on one line, control characters escaped, cut to WIDTH."""
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text.strip())
+    shown = _printable(text)
     return textwrap.shorten(shown, WIDTH, placeholder=" ...") if " " in shown else shown[:WIDTH]
+
+
+def _end_of_line(text: str) -> str:
+    """As _one_line, but cut at the left: a prompt begins with its chat template, the question stands at its end."""
+    shown = _printable(text)
+    return shown if len(shown) <= WIDTH else f"... {shown[4 - WIDTH :]}"
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text.strip())

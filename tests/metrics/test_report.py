@@ -56,6 +56,15 @@ def test_a_sample_stays_on_one_line_and_cannot_move_the_cursor():
     assert max(map(len, text.splitlines())) < 130
 
 
+def test_a_long_prompt_is_cut_where_its_template_begins():
+    prompt = "<|system|>\n" + "You are a calculator. " * 10 + "<|user|>\n3 * 9 =<|assistant|>\n"
+    sample = BeforeAfter(prompt=prompt, before="2", before_reward=0.0, after="27", after_reward=1.0)
+    first = FinalReport(run_folder=Path("runs/x"), steps=1, seconds=1.0, samples=[sample]).text().splitlines()[1]
+    assert first.startswith("sample 1   ... ")
+    assert first.endswith(r"<|user|>\n3 * 9 =<|assistant|>")
+    assert len(first) == len("sample 1   ") + 100
+
+
 def test_sparkline_spans_least_to_greatest():
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
     assert sparkline([-1.0, math.nan, 1.0]) == "▁ █"
