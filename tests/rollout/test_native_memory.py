@@ -5,9 +5,8 @@ import torch
 
 from rlhf.config.rollout import RolloutConfig
 from rlhf.families.registry import spec_of
-from rlhf.rollout.native import kv_cache
 from rlhf.rollout.native.engine import NativeEngine
-from rlhf.rollout.native.memory import SPAN_STEP, engine_bytes
+from rlhf.rollout.native.memory import engine_bytes
 from tests.rollout.tiny import CASES, COMMON
 
 
@@ -48,7 +47,3 @@ def test_weights_and_cache_take_what_was_foretold(name: str, tokens: int, dtype:
     assert sum(4 * copy.numel() for copy in copies) == told.packed
     assert (told.packed > 0) == (dtype == "float32")
     assert engine_bytes(spec, config, dtype=dtype, on_cpu=False).awake == told.kv_cache
-
-
-def test_the_cache_is_rounded_as_the_engine_does() -> None:
-    assert SPAN_STEP == kv_cache.SPAN_STEP

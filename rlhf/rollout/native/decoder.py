@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from rlhf.config.rollout import SamplingConfig
-from rlhf.rollout.native.kv_cache import SPAN_STEP, KvCache
+from rlhf.rollout.native.kv_cache import KvCache
 from rlhf.rollout.native.linear import ROW_STEP
+from rlhf.rollout.native.memory import SPAN_STEP
 from rlhf.rollout.native.model import DecodeStep, NativeModel, PromptPack
 from rlhf.rollout.native.peers import Peers
 from rlhf.rollout.native.responses import Responses

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf.errors import EngineError
-
-SPAN_STEP = 16
-"""Slots and attention spans are multiples of this: then the last bits of a row do not depend on the span."""
+from rlhf.rollout.native.memory import SPAN_STEP
 
 
 class KvCache:

@@ -9,7 +9,7 @@ from rlhf.reshard.layout import ITEM_BYTES
 from rlhf.rollout.native.layout import local_heads, param_shapes
 
 SPAN_STEP = 16
-"""As in kv_cache.py, which imports torch: the cache's tokens are a multiple of it."""
+"""Slots and attention spans are multiples of this: then the last bits of a row do not depend on the span."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
