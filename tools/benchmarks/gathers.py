@@ -4,6 +4,7 @@ Each is given what makes it fast: a source rank's parameters lie end to end in o
 nothing is packed; buffers for the whole model are kept from run to run; large transfers are cut for gloo's best rate.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -56,7 +57,7 @@ class Shards:
         return max(self.num_elements)
 
 
-class WholeCopy:
+class WholeCopy(ABC):
     """Whole shards of one source replica on every rank of it, and the slicing that follows. Subclasses gather."""
 
     name = ""
@@ -93,9 +94,9 @@ class WholeCopy:
         for target, source in self._slices:
             target.copy_(source)
 
+    @abstractmethod
     def gather(self) -> None:
         """Fill `full`."""
-        raise NotImplementedError
 
     def received_bytes(self) -> int:
         """Bytes that this rank receives in one run."""
