@@ -10,9 +10,11 @@ def check_layout(spec: ModelSpec, parallel: ParallelConfig, *, where: str) -> No
     """Raise unless a Megatron layout can hold the model.
 
     Raises:
-        LayoutError: Heads, KV heads or the MLP cannot be cut into tp shards.
+        LayoutError: Heads, KV heads or the MLP cannot be cut into tp shards, or the model has experts.
         ConfigError: The pipeline stages cannot hold the layers.
     """
+    if spec.num_experts:
+        refuse(f"{where}: a {spec.family} model given; needs one without experts; choose a dense model", LayoutError)
     for what, count in (
         ("num_kv_heads", spec.num_kv_heads),
         ("num_heads", spec.num_heads),

@@ -26,8 +26,9 @@ QK_NORM = (
     TensorRule(Part.Q_NORM, _LAYER + "self_attn.q_norm.weight", ("head_dim",)),
     TensorRule(Part.K_NORM, _LAYER + "self_attn.k_norm.weight", ("head_dim",)),
 )
+MLP_NORM = TensorRule(Part.MLP_NORM, _LAYER + "post_attention_layernorm.weight", ("hidden",))
 MLP = (
-    TensorRule(Part.MLP_NORM, _LAYER + "post_attention_layernorm.weight", ("hidden",)),
+    MLP_NORM,
     TensorRule(Part.GATE, _LAYER + "mlp.gate_proj.weight", ("ffn", "hidden")),
     TensorRule(Part.UP, _LAYER + "mlp.up_proj.weight", ("ffn", "hidden")),
     TensorRule(Part.DOWN, _LAYER + "mlp.down_proj.weight", ("hidden", "ffn")),

@@ -88,6 +88,31 @@ def _qwen3(hidden: int, ffn: int, layers: int, heads: int, *, tied: bool) -> Map
     }
 
 
+def _qwen3_moe(hidden: int, ffn: int, moe_ffn: int, layers: int, heads: int) -> Mapping[str, object]:
+    return {
+        **_qwen3(hidden, ffn, layers, heads, tied=False),
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": moe_ffn,
+        "norm_topk_prob": True,
+    }
+
+
+def _mixtral(hidden: int, ffn: int, layers: int, heads: int) -> Mapping[str, object]:
+    return {
+        **_dense("MixtralForCausalLM", hidden, ffn, layers, heads, 8),
+        "vocab_size": 32000,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+
+
 def _dense(architecture: str, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int) -> Mapping[str, object]:
     return {
         "architectures": [architecture],
@@ -142,10 +167,17 @@ PUBLISHED: tuple[Published, ...] = (
     Published("qwen3-8b", ("Qwen/Qwen3-8B",), _qwen3(4096, 12288, 36, 32, tied=False)),
     Published("qwen3-14b", ("Qwen/Qwen3-14B",), _qwen3(5120, 17408, 40, 40, tied=False)),
     Published("qwen3-32b", ("Qwen/Qwen3-32B",), _qwen3(5120, 25600, 64, 64, tied=False)),
+    Published("qwen3-30b-a3b", ("Qwen/Qwen3-30B-A3B",), _qwen3_moe(2048, 6144, 768, 48, 32)),
+    Published("qwen3-235b-a22b", ("Qwen/Qwen3-235B-A22B",), _qwen3_moe(4096, 12288, 1536, 94, 64)),
+    Published(
+        "mixtral-8x7b",
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mistralai/Mixtral-8x7B-v0.1"),
+        _mixtral(4096, 14336, 32, 32),
+    ),
     Published("smollm2-135m", _smol("135M"), _smollm2(576, 1536, 30, 9, 3, initializer_range=1 / 24)),
     Published("smollm2-360m", _smol("360M"), _smollm2(960, 2560, 32, 15, 5)),
     Published("smollm2-1.7b", _smol("1.7B"), _smollm2(2048, 8192, 24, 32, 32, rope_theta=130000.0)),
 )
-"""Dense models of the families here, by family and size."""
+"""Models of the families here, by family and size."""
 
 _BY_NAME = {key.lower(): one for one in PUBLISHED for key in (one.name, *one.hub_ids)}

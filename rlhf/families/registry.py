@@ -6,23 +6,24 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.errors import CheckpointError
-from rlhf.families.family import Family, TensorRule
+from rlhf.families.family import EXPERT_COUNT_KEYS, Family, TensorRule
 from rlhf.families.llama import LLAMA
+from rlhf.families.mixtral import MIXTRAL
 from rlhf.families.qwen2 import QWEN2
 from rlhf.families.qwen3 import QWEN3
+from rlhf.families.qwen3_moe import QWEN3_MOE
 from rlhf.families.rope import positive_number, read_rope, rope_entries
 from rlhf.families.spec import Head, LogicalTensor, ModelSpec
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3)
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL)
 
 _REFUSED_ANYWHERE: Mapping[str, object] = {
     "hidden_act": "silu",
     "quantization_config": None,
     "partial_rotary_factor": 1.0,
     "attn_logit_softcapping": None,
-    "num_experts": None,
-    "num_local_experts": None,
 }
+_REFUSED_DENSE: Mapping[str, object] = dict.fromkeys(EXPERT_COUNT_KEYS)
 
 
 def read_spec(folder: Path) -> ModelSpec:
@@ -97,6 +98,7 @@ def spec_of(config: Mapping[str, Any], *, where: str) -> ModelSpec:
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         init_std=positive_number(entries, "initializer_range", where),
+        **_experts_of(family, entries, where),
     )
 
 
@@ -124,6 +126,7 @@ def hf_config(spec: ModelSpec, *, head: Head = Head.LM, dtype: str = "float32") 
         "dtype": dtype,
         "torch_dtype": dtype,
         **family.refused,
+        **_expert_entries(family, spec),
         **rope_entries(spec),
     }
     if head is Head.VALUE:
@@ -135,12 +138,16 @@ def logical_tensors(spec: ModelSpec, *, head: Head) -> tuple[LogicalTensor, ...]
     """Every weight of the model in the order of the forward pass; a tied lm head is the embedding and not listed."""
     family, extents = family_of(spec), _extents(spec)
 
-    def made(rule: TensorRule, layer: int = -1) -> LogicalTensor:
+    def made(rule: TensorRule, layer: int = -1, expert: int = -1) -> LogicalTensor:
         shape = tuple(extents[dim] for dim in rule.dims)
-        return LogicalTensor(rule.name.format(layer=layer), shape, rule.part, layer)
+        return LogicalTensor(rule.name.format(layer=layer, expert=expert), shape, rule.part, layer, expert)
 
-    layers = [made(rule, layer) for layer in range(spec.num_layers) for rule in family.layer]
-    tensors = [made(family.embed), *layers, made(family.final_norm)]
+    expert_rules = family.experts.rules if family.experts else ()
+    tensors = [made(family.embed)]
+    for layer in range(spec.num_layers):
+        tensors += [made(rule, layer) for rule in family.layer]
+        tensors += [made(rule, layer, expert) for expert in range(spec.num_experts) for rule in expert_rules]
+    tensors.append(made(family.final_norm))
     if head is Head.VALUE:
         tensors.append(made(family.value_head))
     elif not spec.tied_embeddings:
@@ -175,7 +182,8 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
 
 def _refuse(family: Family, config: Mapping[str, Any], where: str) -> None:
     """Name the first feature that changes the model's function and that nothing here implements."""
-    for key, supported in {**_REFUSED_ANYWHERE, **family.refused}.items():
+    refused = _REFUSED_ANYWHERE if family.experts else {**_REFUSED_ANYWHERE, **_REFUSED_DENSE}
+    for key, supported in {**refused, **family.refused}.items():
         found = config.get(key)
         if found is not None and found != supported:
             raise CheckpointError(
@@ -196,6 +204,48 @@ def _positive(entries: Mapping[str, Any], key: str, where: str) -> int:
     return found
 
 
+def _experts_of(family: Family, entries: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields of a spec that are about experts."""
+    if family.experts is None:
+        return {}
+    found = {key: _positive(entries, key, where) for key in EXPERT_COUNT_KEYS if key in entries}
+    if len(set(found.values())) > 1:
+        said = ", ".join(f"{key} = {count}" for key, count in found.items())
+        raise CheckpointError(f"{where}: {said}; needs one number; correct the file")
+    count = next(iter(found.values()), 0) or _positive(entries, family.experts.count_key, where)
+    per_token = _positive(entries, "num_experts_per_tok", where)
+    if per_token > count:
+        raise CheckpointError(
+            f"{where}: num_experts_per_tok = {per_token} of {family.experts.count_key} = {count}; "
+            "needs no more than there are; correct the file"
+        )
+    is_normed = family.experts.norm_topk_prob
+    if is_normed is None:
+        is_normed = entries["norm_topk_prob"]
+    if not isinstance(is_normed, bool):
+        raise CheckpointError(f"{where}: norm_topk_prob is {is_normed!r}; needs true or false; correct the file")
+    return {
+        "num_experts": count,
+        "experts_per_token": per_token,
+        "moe_ffn_size": _positive(entries, family.experts.ffn_key, where),
+        "norm_topk_prob": is_normed,
+    }
+
+
+def _expert_entries(family: Family, spec: ModelSpec) -> dict[str, object]:
+    """The config keys of a spec's experts."""
+    if family.experts is None:
+        return {}
+    entries: dict[str, object] = {
+        family.experts.count_key: spec.num_experts,
+        "num_experts_per_tok": spec.experts_per_token,
+        family.experts.ffn_key: spec.moe_ffn_size,
+    }
+    if family.experts.norm_topk_prob is None:
+        entries["norm_topk_prob"] = spec.norm_topk_prob
+    return entries
+
+
 def _extents(spec: ModelSpec) -> dict[str, int]:
     return {
         "vocab": spec.vocab_size,
@@ -204,5 +254,7 @@ def _extents(spec: ModelSpec) -> dict[str, int]:
         "q": spec.num_heads * spec.head_dim,
         "kv": spec.num_kv_heads * spec.head_dim,
         "head_dim": spec.head_dim,
+        "experts": spec.num_experts,
+        "moe_ffn": spec.moe_ffn_size,
         "one": 1,
     }

@@ -14,6 +14,8 @@ class Part(Enum):
     Q_NORM, K_NORM = "q_norm", "k_norm"
     MLP_NORM = "mlp_norm"
     GATE, UP, DOWN = "gate", "up", "down"
+    ROUTER = "router"
+    EXPERT_GATE, EXPERT_UP, EXPERT_DOWN = "expert_gate", "expert_up", "expert_down"
     FINAL_NORM = "final_norm"
     LM_HEAD = "lm_head"
     VALUE_HEAD = "value_head"
@@ -37,6 +39,8 @@ class LogicalTensor:
     part: Part
     layer: int = -1
     """Index of the transformer layer, or -1 outside the layers."""
+    expert: int = -1
+    """Index of the expert among its layer's, or -1 outside the experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,12 +55,16 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """A dense decoder of the llama kind: RMSNorm, SwiGLU, grouped-query attention, rotary positions."""
+    """A decoder of the llama kind: RMSNorm, SwiGLU, grouped-query attention, rotary positions.
+
+    With experts, every layer has them in place of its MLP.
+    """
 
     family: str
     vocab_size: int
     hidden_size: int
     ffn_size: int
+    """Of a dense layer's MLP; no tensor of a model with experts has it, its config only names it."""
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -69,3 +77,11 @@ class ModelSpec:
     qkv_bias: bool
     qk_norm: bool
     init_std: float = 0.02
+    num_experts: int = 0
+    """Experts of each layer; 0 for a dense model, and then the next three mean nothing."""
+    experts_per_token: int = 0
+    """Experts that the router picks for a token: those of its largest probabilities, a softmax over all experts."""
+    moe_ffn_size: int = 0
+    """Of each expert's MLP."""
+    norm_topk_prob: bool = False
+    """Whether the probabilities of a token's experts are divided by their sum."""

@@ -30,6 +30,9 @@ TOTALS = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "mixtral-8x7b": 46_702_792_704,
     "smollm2-135m": 134_515_008,
     "smollm2-360m": 361_821_120,
     "smollm2-1.7b": 1_711_376_384,
@@ -57,6 +60,8 @@ def test_names_and_ids_find_one_model_each() -> None:
 @pytest.mark.parametrize(
     ("name", "numbers"),
     [
+        ("qwen3-30b-a3b", (128, 4, False, 40960, 1e6, 1e-6)),
+        ("mixtral-8x7b", (128, 8, False, 32768, 1e6, 1e-5)),
         ("llama3-8b", (128, 8, False, 8192, 500000.0, 1e-5)),
         ("llama3-405b", (128, 8, False, 131072, 500000.0, 1e-5)),
         ("qwen3-0.6b", (128, 8, True, 40960, 1e6, 1e-6)),  # head_dim is not hidden / heads
@@ -72,3 +77,12 @@ def test_numbers_that_no_total_shows(name: str, numbers: tuple) -> None:
         *(spec.max_positions, spec.rope_theta, spec.norm_eps),
     ) == numbers
     assert (spec.rope_scaling is not None) == (name == "llama3-405b")
+
+
+@pytest.mark.parametrize(("name", "numbers"), [("qwen3-235b-a22b", (128, 8, 1536)), ("mixtral-8x7b", (8, 2, 14336))])
+def test_experts_of_published_models(name: str, numbers: tuple) -> None:
+    found = find_published(name)
+    assert found is not None
+    spec = found.spec
+    assert (spec.num_experts, spec.experts_per_token, spec.moe_ffn_size) == numbers
+    assert spec.norm_topk_prob

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf.errors import CheckpointError
@@ -29,6 +30,15 @@ LLAMA3 = {
 }
 
 
+EXPERTS = {
+    "qwen3_moe": {"num_experts": 5, "experts_per_token": 3, "moe_ffn_size": 36, "norm_topk_prob": True},
+    "mixtral": {"num_experts": 5, "experts_per_token": 3, "moe_ffn_size": 52, "norm_topk_prob": True},
+}
+MOE = {**TINY, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 5, "num_experts_per_tok": 3}
+MOE |= {"moe_intermediate_size": 36}
+FAMILY_NAMES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
+
+
 def spec(family: str, *, tied: bool = False, scaled: bool = False) -> ModelSpec:
     return ModelSpec(
         family=family,
@@ -47,12 +57,13 @@ def spec(family: str, *, tied: bool = False, scaled: bool = False) -> ModelSpec:
         max_positions=640,
         tied_embeddings=tied,
         qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         init_std=0.03,
+        **EXPERTS.get(family, {}),
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILY_NAMES)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_config_survives_transformers(family, tied, scaled, tmp_path):
@@ -64,17 +75,36 @@ def test_config_survives_transformers(family, tied, scaled, tmp_path):
     assert read_spec(tmp_path / "again") == ours
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILY_NAMES)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("head", list(Head))
-def test_tensors_are_those_of_the_transformers_model(family, tied, head, tmp_path):
+def test_tensors_are_those_that_transformers_saves(family, tied, head, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(hf_config(spec(family, tied=tied), head=head)))
     kind = AutoModelForCausalLM if head is Head.LM else AutoModelForSequenceClassification
     model = kind.from_config(AutoConfig.from_pretrained(tmp_path))
-    theirs = {name: tuple(p.shape) for name, p in model.named_parameters()}  # a tied head appears once
+    model.save_pretrained(tmp_path)  # a tied head appears once
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 # not a dict
     tensors = logical_tensors(spec(family, tied=tied), head=head)
     assert {t.name: t.shape for t in tensors} == theirs
     assert len({t.name for t in tensors}) == len(tensors)
+
+
+def test_experts_are_listed_last_in_their_layer_and_say_where_they_belong():
+    tensors = [t for t in logical_tensors(spec("mixtral"), head=Head.LM) if t.layer == 1]
+    assert [(t.part.value, t.expert) for t in tensors[-16:]] == [
+        ("router", -1),
+        *((part, expert) for expert in (0, 1, 2, 3, 4) for part in ("expert_gate", "expert_up", "expert_down")),
+    ]
+    assert tensors[-1].name == "model.layers.1.block_sparse_moe.experts.4.w2.weight"
+    assert tensors[-1].shape == (24, 52)
+
+
+def test_the_number_of_experts_has_two_spellings():
+    ours = spec_of(MOE, where="c")
+    renamed = {("num_local_experts" if key == "num_experts" else key): value for key, value in MOE.items()}
+    assert spec_of(renamed, where="c") == ours
+    assert (ours.num_experts, ours.experts_per_token, ours.moe_ffn_size, ours.norm_topk_prob) == (5, 3, 36, False)
 
 
 def test_rotary_keys_of_transformers_4_and_5_mean_the_same():
@@ -102,7 +132,7 @@ def test_keys_left_out_get_the_familys_defaults():
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM.*LlamaForCausalLM.*Qwen3ForCausalLM"),
+        ({"architectures": ["GptOssForCausalLM"]}, "GptOssForCausalLM.*LlamaForCausalLM.*Qwen3ForCausalLM"),
         ({"architectures": None, "model_type": "gpt2"}, "gpt2"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
@@ -133,6 +163,26 @@ def test_keys_left_out_get_the_familys_defaults():
 def test_what_cannot_be_run_is_refused_by_name(changed, named):
     with pytest.raises(CheckpointError, match=named):
         spec_of({**TINY, "architectures": ["LlamaForCausalLM"], **changed}, where="config.json")
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"num_experts": None}, "num_experts is missing"),
+        ({"num_local_experts": 4}, "num_experts = 5, num_local_experts = 4"),
+        ({"num_experts_per_tok": 6}, "num_experts_per_tok = 6 of num_experts = 5"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob is 1"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2; needs 1"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\]"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"architectures": ["MixtralForCausalLM"], "sliding_window": 4096}, "sliding_window = 4096"),
+        ({"architectures": ["MixtralForCausalLM"], "router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
+    ],
+)
+def test_experts_that_cannot_be_run_are_refused_by_name(changed, named):
+    with pytest.raises(CheckpointError, match=named):
+        spec_of({**MOE, **changed}, where="config.json")
 
 
 def test_unreadable_config_is_a_checkpoint_error(tmp_path):

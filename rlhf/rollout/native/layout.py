@@ -41,6 +41,10 @@ _PARAM = {
 
 def check_tp(spec: ModelSpec, tp: int) -> None:
     """Raise LayoutError unless tp ranks can share the model's heads and FFN."""
+    if spec.num_experts:
+        raise LayoutError(
+            f"rollout.engine: native, for a {spec.family} model; needs one without experts; set rollout.engine=sglang"
+        )
     if spec.num_heads % tp or spec.ffn_size % tp:
         raise LayoutError(
             f"rollout.tp: {tp} does not divide num_heads = {spec.num_heads} and ffn_size = {spec.ffn_size}; "
