@@ -13,12 +13,12 @@ from rlhf.errors import WeightSyncError
 from rlhf.metrics.timers import Kind, SpanFn, no_span
 from rlhf.reshard.bucket import buckets_of, digests, messages_of
 from rlhf.reshard.check import Certificate, RankTraffic, check_arrivals, rank_traffic, ratio
-from rlhf.reshard.checksum import MODULUS, checksum
 from rlhf.reshard.execute import LocalParams, Staging, execute
-from rlhf.reshard.layout import Box, ModelLayout, ParamLayout
-from rlhf.reshard.plan import Plan, RankPlan, make_plan
+from rlhf.reshard.layout import ModelLayout
+from rlhf.reshard.plan import Plan, make_plan
 from rlhf.reshard.topology import Link, Topology
 from rlhf.reshard.transport import GroupTransport
+from rlhf.reshard.verify import compare_weights
 
 DEFAULT_BUCKET_BYTES = 64 * 2**20
 """Large enough for gloo's best rate (64 MiB), small beside a shard."""
@@ -153,7 +153,7 @@ class _Route:
         )
         if self._verify:
             with self._span("compare weights"):
-                self._compare_weights(src, dst)
+                compare_weights(self._plan, self._part, src=src, dst=dst, gather=self._gather)
         received = {link: count - before[link] for link, count in self._transport.traffic.received.items()}
         received[Link.SAME_RANK] = sum(m.box.num_elements for m in self._part.copies) * self._plan.src.item_bytes
         totals = torch.tensor([received[link] for link in Link], dtype=torch.int64, device=self._device)
@@ -176,26 +176,6 @@ class _Route:
                         "topology and bucket size on every rank; compare their configs and code"
                     )
 
-    def _compare_weights(self, src: LocalParams, dst: LocalParams) -> None:
-        """Raise WeightSyncError, on all ranks, unless every destination holds what its sources hold. Collective."""
-        given, ranks = given_sums(self._part, src), self._plan.ranks
-        held = held_sums(self._part, self._plan.dst_index.of_rank(self._rank), dst)
-        rows = self._gather([*(_total(given.get(rank, {})) for rank in ranks), _total(held)])
-        for at, rank in enumerate(ranks):
-            if sum(row[at] for row in rows) % MODULUS == rows[at][-1] % MODULUS:
-                continue
-            names, mine = list(self._plan.order), held if rank == self._rank else {}
-            by_name = self._gather([int(of.get(name, 0)) for of in (given.get(rank, {}), mine) for name in names])
-            wrong = [
-                name
-                for place, name in enumerate(names)
-                if (sum(row[place] for row in by_name) - by_name[at][len(names) + place]) % MODULUS
-            ]
-            raise WeightSyncError(
-                f"reshard: after the transfer rank {rank} holds other weights than its sources: {', '.join(wrong)}; "
-                "needs equal checksums; do not write to parameters while a transfer runs"
-            )
-
     def _gather(self, numbers: list[int]) -> list[list[int]]:
         """The numbers of all ranks of the group, in order of rank."""
         own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
@@ -204,31 +184,3 @@ class _Route:
             dist.all_gather(rows, own, group=self._group)
         of_rank = dict(zip(dist.get_process_group_ranks(self._group), rows, strict=True))
         return [of_rank[rank].tolist() for rank in self._plan.ranks]
-
-
-def given_sums(part: RankPlan, src: LocalParams) -> dict[int, dict[str, Tensor]]:
-    """Checksums of what this rank gives, by destination rank and tensor, from its source parameters."""
-    of_block: dict[tuple[str, Box], Tensor] = {}
-    found: dict[int, dict[str, Tensor]] = {}
-    for move in (*part.copies, *part.sends):
-        key = (move.tensor, move.box)
-        if key not in of_block:
-            of_block[key] = checksum(*key, src.view(*key)).cpu()
-        to = found.setdefault(move.dst_rank, {})
-        to[move.tensor] = to[move.tensor] + of_block[key] if move.tensor in to else of_block[key]
-    return found
-
-
-def held_sums(part: RankPlan, held: Mapping[str, tuple[ParamLayout, ...]], dst: LocalParams) -> dict[str, Tensor]:
-    """Checksums of a rank's destination parameters, by tensor; what it holds twice must be equal and counts once."""
-    found = {
-        tensor: torch.stack([checksum(tensor, one.box, dst.view_in(one, one.box)).cpu() for one in ones]).sum()
-        for tensor, ones in held.items()
-    }
-    for echo in part.echoes:
-        found[echo.tensor] -= checksum(echo.tensor, echo.box, dst.view_in(echo.first, echo.box)).cpu()
-    return found
-
-
-def _total(sums: Mapping[str, Tensor]) -> int:
-    return sum(int(of_tensor) for of_tensor in sums.values()) % MODULUS
