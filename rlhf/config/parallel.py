@@ -17,21 +17,30 @@ class ParallelConfig:
     """Ranks that share each layer's weights (tensor parallel)."""
     pp: int = 1
     """Pipeline stages."""
+    vpp: int = 1
+    """Model chunks on each pipeline stage (virtual pipeline, interleaved schedule); above 1 needs pp above 1."""
     dp: int = 1
     """Replicas of the whole model (data parallel)."""
     first_rank: int = 0
     """First rank of the pool; roles whose pools overlap share those ranks."""
     layers_per_stage: tuple[int, ...] = ()
-    """Layers of each pipeline stage, first to last; empty cuts evenly."""
+    """Layers of each pipeline stage, first to last; with vpp above 1 of each of the pp*vpp model chunks, in the order
+    of the model. Empty cuts evenly."""
 
     def __post_init__(self) -> None:
-        for axis in ("tp", "pp", "dp"):
+        for axis in ("tp", "pp", "dp", "vpp"):
             at_least(f"parallel.{axis}", getattr(self, axis), 1)
         at_least("parallel.first_rank", self.first_rank, 0)
-        if self.layers_per_stage and (len(self.layers_per_stage) != self.pp or min(self.layers_per_stage) < 1):
+        if self.vpp > 1 and self.pp == 1:
+            refuse(
+                f"parallel.vpp: {self.vpp} chunks on a single pipeline stage given; needs parallel.pp of at least 2; "
+                "raise parallel.pp, or leave parallel.vpp at 1"
+            )
+        if self.layers_per_stage and (len(self.layers_per_stage) != self.num_chunks or min(self.layers_per_stage) < 1):
+            of = f"pp = {self.pp}" if self.vpp == 1 else f"pp*vpp = {self.num_chunks}"
             refuse(
                 f"parallel.layers_per_stage: {list(self.layers_per_stage)} given; "
-                f"needs pp = {self.pp} counts of at least 1; change it or parallel.pp"
+                f"needs {of} counts of at least 1; change it or parallel.pp"
             )
 
     @property
@@ -44,11 +53,20 @@ class ParallelConfig:
         """The pool."""
         return range(self.first_rank, self.first_rank + self.num_ranks)
 
-    def stage_layers(self, num_layers: int, *, where: str) -> tuple[int, ...]:
-        """Layers of each stage for a model of num_layers.
+    @property
+    def num_chunks(self) -> int:
+        """Pieces that the layers are cut into: chunk i, in the order of the model, lies on stage i % pp."""
+        return self.pp * self.vpp
+
+    def chunks_of(self, stage: int) -> range:
+        """The chunks of a pipeline stage."""
+        return range(stage, self.num_chunks, self.pp)
+
+    def chunk_layers(self, num_layers: int, *, where: str) -> tuple[int, ...]:
+        """Layers of each chunk, in the order of the model, for a model of num_layers. One chunk a stage unless vpp > 1.
 
         Raises:
-            ConfigError: The stages cannot hold exactly num_layers.
+            ConfigError: The chunks cannot hold exactly num_layers.
         """
         if self.layers_per_stage:
             if sum(self.layers_per_stage) != num_layers:
@@ -57,9 +75,15 @@ class ParallelConfig:
                     f"the model has {num_layers} layers; change the counts so that they add up"
                 )
             return self.layers_per_stage
-        if num_layers % self.pp:
+        if num_layers % self.num_chunks:
+            cut = f"{self.pp} stages" if self.vpp == 1 else f"{self.pp} stages of {self.vpp} chunks"
             raise ConfigError(
-                f"{where}.pp: {self.pp} stages do not divide {num_layers} layers; "
+                f"{where}.pp: {cut} do not divide {num_layers} layers; "
                 f"say how to cut them with {where}.layers_per_stage"
             )
-        return (num_layers // self.pp,) * self.pp
+        return (num_layers // self.num_chunks,) * self.num_chunks
+
+    def stage_layers(self, num_layers: int, *, where: str) -> tuple[int, ...]:
+        """Layers of each pipeline stage, all its chunks together; otherwise as `chunk_layers`."""
+        counts = self.chunk_layers(num_layers, where=where)
+        return tuple(sum(counts[chunk] for chunk in self.chunks_of(stage)) for stage in range(self.pp))

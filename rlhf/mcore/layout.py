@@ -2,11 +2,12 @@
 
 Holds for both layer specs: parameters go by the names of the local one. Shape of a fused parameter on one rank:
 linear_qkv is, for each of the rank's KV heads, the query heads that share it, then its key, then its value; linear_fc1
-is the rank's slice of gate above its slice of up.
+is the rank's slice of gate above its slice of up. A stage's layers are numbered from 0 through all its model chunks.
 """
 
 import re
 from functools import cache
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -114,17 +115,22 @@ def _held(spec: ModelSpec, tensor: LogicalTensor, param: str, tp: int, tp_rank: 
     return held
 
 
+def _layers_of(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> list[int]:
+    """Numbers of the layers that a pipeline stage holds, chunk after chunk; its parameters count them from 0."""
+    ends = list(accumulate(parallel.chunk_layers(spec.num_layers, where="parallel"), initial=0))
+    return [layer for chunk in parallel.chunks_of(stage) for layer in range(ends[chunk], ends[chunk + 1])]
+
+
 def _stage_params(spec: ModelSpec, parallel: ParallelConfig, head: Head, stage: int) -> list[tuple[LogicalTensor, str]]:
     """The tensors of a pipeline stage and the parameters that hold them."""
-    counts = parallel.stage_layers(spec.num_layers, where="parallel")
-    first = sum(counts[:stage])
+    place = {layer: local for local, layer in enumerate(_layers_of(spec, parallel, stage))}
     is_last = stage == parallel.pp - 1
     found = []
     for tensor in logical_tensors(spec, head=head):
-        name, local = _PARAM[tensor.part], tensor.layer - first
+        name = _PARAM[tensor.part]
         if tensor.layer >= 0:
-            if 0 <= local < counts[stage]:
-                found.append((tensor, f"decoder.layers.{local}.{name}"))
+            if tensor.layer in place:
+                found.append((tensor, f"decoder.layers.{place[tensor.layer]}.{name}"))
         elif tensor.part is Part.EMBED:
             if stage == 0:
                 found.append((tensor, EMBEDDING))

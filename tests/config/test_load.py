@@ -164,6 +164,11 @@ def test_a_mistake_is_named_with_its_place_and_cure(refused, override, parts):
     [
         (["actor.optim.lr=0"], "actor.optim.lr: 0.0 given"),
         (["critic.optim.min_lr=1"], "critic.optim.min_lr: 1.0 is above critic.optim.lr = 1e-06"),
+        (["reference.parallel.vpp=2"], "reference.parallel.vpp: 2 chunks on a single pipeline stage given; needs"),
+        (
+            ["actor.parallel.pp=2", "actor.parallel.vpp=2", "actor.parallel.layers_per_stage=[1,2]"],
+            "actor.parallel.layers_per_stage: [1, 2] given; needs pp*vpp = 4 counts of at least 1",
+        ),
         (["reference.parallel.pp=0"], "reference.parallel.pp: 0 given; needs at least 1; set reference.parallel.pp=1"),
         (["critic.microbatch_tokens=0"], "critic.microbatch_tokens: 0 given; needs at least 1; set critic.microbatch_"),
         (["eval.sampling.top_p=2"], "eval.sampling.top_p: 2.0 given"),

@@ -20,19 +20,21 @@ FAMILIES = {
 
 @st.composite
 def layouts(draw) -> tuple[ModelSpec, ParallelConfig, Head]:
-    num_layers = draw(st.integers(1, 5))
+    num_layers = draw(st.integers(1, 7))
     spec = tiny_spec(
         **FAMILIES[draw(st.sampled_from(sorted(FAMILIES)))],
         vocab_size=draw(st.integers(5, 40)),
         num_layers=num_layers,
         tied_embeddings=draw(st.booleans()),
     )
-    pp = draw(st.integers(1, num_layers))
-    cuts = sorted(draw(st.permutations(range(1, num_layers)))[: pp - 1])
+    pp = draw(st.integers(1, min(num_layers, 4)))
+    vpp = draw(st.integers(1, num_layers // pp)) if pp > 1 else 1
+    cuts = sorted(draw(st.permutations(range(1, num_layers)))[: pp * vpp - 1])
     stages = tuple(b - a for a, b in zip([0, *cuts], [*cuts, num_layers], strict=True))
     parallel = ParallelConfig(
         tp=draw(st.sampled_from([1, 2, 4])),
         pp=pp,
+        vpp=vpp,
         dp=draw(st.integers(1, 2)),
         first_rank=draw(st.integers(0, 3)),
         layers_per_stage=stages,
@@ -131,6 +133,24 @@ def test_a_tied_weight_is_one_tensor_on_first_and_last_stage() -> None:
         if p.tensor == "model.embed_tokens.weight"
     }
     assert holders == {(0, EMBEDDING), (3, OUTPUT)}
+
+
+def test_chunks_go_round_the_stages_and_a_stage_numbers_their_layers_through() -> None:
+    spec = tiny_spec(num_layers=7, tied_embeddings=True)
+    parallel = ParallelConfig(pp=2, vpp=3, layers_per_stage=(1, 1, 2, 1, 1, 1))
+    layout = megatron_layout(spec, parallel, head=Head.LM, dtype="float32")
+    down = [
+        {p.param: p.tensor for p in layout.holdings(rank) if p.tensor.endswith("down_proj.weight")} for rank in (0, 1)
+    ]
+    assert down == [
+        {
+            f"decoder.layers.{at}.mlp.linear_fc2.weight": f"model.layers.{layer}.mlp.down_proj.weight"
+            for at, layer in enumerate(layers)
+        }
+        for layers in ((0, 2, 3, 5), (1, 4, 6))
+    ]
+    assert [EMBEDDING in {p.param for p in layout.holdings(rank)} for rank in (0, 1)] == [True, False]
+    assert [OUTPUT in {p.param for p in layout.holdings(rank)} for rank in (0, 1)] == [False, True]
 
 
 @pytest.mark.parametrize(
