@@ -21,6 +21,11 @@ class ParallelConfig:
     """Model chunks on each pipeline stage (virtual pipeline, interleaved schedule); above 1 needs pp above 1."""
     dp: int = 1
     """Replicas of the whole model (data parallel)."""
+    ep: int = 1
+    """Ranks that share the experts of each layer, whole experts each (expert parallel). They are ranks of one pipeline
+    stage, tp peers first, then dp: tp*dp must be a multiple of ep*etp."""
+    etp: int = 1
+    """Ranks that share each expert's weights (expert tensor parallel), neighbours in the stage."""
     first_rank: int = 0
     """First rank of the pool; roles whose pools overlap share those ranks."""
     layers_per_stage: tuple[int, ...] = ()
@@ -28,13 +33,18 @@ class ParallelConfig:
     of the model. Empty cuts evenly."""
 
     def __post_init__(self) -> None:
-        for axis in ("tp", "pp", "dp", "vpp"):
+        for axis in ("tp", "pp", "dp", "vpp", "ep", "etp"):
             at_least(f"parallel.{axis}", getattr(self, axis), 1)
         at_least("parallel.first_rank", self.first_rank, 0)
         if self.vpp > 1 and self.pp == 1:
             refuse(
                 f"parallel.vpp: {self.vpp} chunks on a single pipeline stage given; needs parallel.pp of at least 2; "
                 "raise parallel.pp, or leave parallel.vpp at 1"
+            )
+        if self.tp * self.dp % max(1, self.ep * self.etp):
+            refuse(
+                f"parallel.ep: ep*etp = {self.ep}*{self.etp} = {self.ep * self.etp} given; needs a divisor of tp*dp = "
+                f"{self.tp}*{self.dp} = {self.tp * self.dp}; change parallel.ep, parallel.etp or parallel.dp"
             )
         if self.layers_per_stage and (len(self.layers_per_stage) != self.num_chunks or min(self.layers_per_stage) < 1):
             of = f"pp = {self.pp}" if self.vpp == 1 else f"pp*vpp = {self.num_chunks}"

@@ -10,20 +10,44 @@ def check_layout(spec: ModelSpec, parallel: ParallelConfig, *, where: str) -> No
     """Raise unless a Megatron layout can hold the model.
 
     Raises:
-        LayoutError: Heads, KV heads or the MLP cannot be cut into tp shards, or the model has experts.
+        LayoutError: Heads, KV heads or the MLP cannot be cut into tp shards, experts not over ep and etp, or a dense
+            model is to be cut so.
         ConfigError: The pipeline stages cannot hold the layers.
     """
+    _divides(f"{where}.tp", parallel.tp, "num_kv_heads", spec.num_kv_heads)
+    _divides(f"{where}.tp", parallel.tp, "num_heads", spec.num_heads)
     if spec.num_experts:
-        refuse(f"{where}: a {spec.family} model given; needs one without experts; choose a dense model", LayoutError)
-    for what, count in (
-        ("num_kv_heads", spec.num_kv_heads),
-        ("num_heads", spec.num_heads),
-        ("ffn_size", spec.ffn_size),
-    ):
-        if count % parallel.tp:
-            refuse(
-                f"{where}.tp: {parallel.tp} does not divide the model's {what} = {count}; "
-                f"needs a divisor; lower {where}.tp",
-                LayoutError,
-            )
+        _divides(f"{where}.ep", parallel.ep, "num_experts", spec.num_experts)
+        _divides(f"{where}.etp", parallel.etp, "moe_ffn_size", spec.moe_ffn_size)
+    else:
+        _divides(f"{where}.tp", parallel.tp, "ffn_size", spec.ffn_size)
+        for axis, size in (("ep", parallel.ep), ("etp", parallel.etp)):
+            if size > 1:
+                refuse(
+                    f"{where}.{axis}: {size} given for a {spec.family} model, which has no experts; needs 1; "
+                    f"set {where}.{axis}=1",
+                    LayoutError,
+                )
     parallel.stage_layers(spec.num_layers, where=where)
+
+
+def check_trainable(spec: ModelSpec, *, where: str) -> None:
+    """Raise unless a model of this kind can be trained here.
+
+    Raises:
+        LayoutError: It has experts.
+    """
+    if spec.num_experts:
+        refuse(
+            f"{where}: a {spec.family} model to be trained; needs one without experts (training MoE comes later; a "
+            "frozen role may have it); choose a dense model",
+            LayoutError,
+        )
+
+
+def _divides(where: str, parts: int, what: str, count: int) -> None:
+    if count % parts:
+        refuse(
+            f"{where}: {parts} does not divide the model's {what} = {count}; needs a divisor; lower {where}",
+            LayoutError,
+        )

@@ -23,6 +23,15 @@ def model_grid(parallel: ParallelConfig) -> Grid:
     return Grid(AXES, (parallel.tp, parallel.pp, parallel.dp), parallel.first_rank)
 
 
+def expert_grid(parallel: ParallelConfig) -> Grid:
+    """How the ranks of one pipeline stage share its experts: a grid of their positions in the stage.
+
+    Position of a rank: `tp_rank + tp * dp_rank`. Ranks that differ in edp only hold the same experts' same shards.
+    """
+    replicas = parallel.tp * parallel.dp // (parallel.ep * parallel.etp)
+    return Grid(("etp", "ep", "edp"), (parallel.etp, parallel.ep, replicas))
+
+
 @dataclass(frozen=True, slots=True)
 class ModelGroups:
     """A rank's groups in one model. Outside the pool every group is None and `is_member` is False."""
@@ -78,13 +87,26 @@ def _embedding_sets(grid: Grid) -> list[tuple[int, ...]]:
     return sets
 
 
-def _collection(grid: Grid, factory: GroupFactory, *, is_member: bool) -> ProcessGroupCollection | None:
+def _expert_sets(parallel: ParallelConfig, *axes: str, all_stages: bool = False) -> list[tuple[int, ...]]:
+    """Ranks of a stage that differ in the named axes of the expert grid only; or of all stages, taken together."""
+    stages = model_grid(parallel).groups("tp", "dp")
+    positions = expert_grid(parallel).groups(*axes)
+    if all_stages:
+        return [tuple(sorted(stage[at] for stage in stages for at in together)) for together in positions]
+    return [tuple(stage[at] for at in together) for stage in stages for together in positions]
+
+
+def _collection(parallel: ParallelConfig, factory: GroupFactory, *, is_member: bool) -> ProcessGroupCollection | None:
+    grid = model_grid(parallel)
     alone = factory.device_group(grid.groups())
     tp, pp, dp = (factory.device_group(grid.groups(axis)) for axis in AXES)
     tp_pp = factory.device_group(grid.groups("tp", "pp"))
     tp_dp = factory.device_group(grid.groups("tp", "dp"))
     embedding = factory.device_group(_embedding_sets(grid))
     pool = factory.device_group(grid.groups(*AXES))
+    ep, expt_tp, expt_dp = (factory.device_group(_expert_sets(parallel, axis)) for axis in ("ep", "etp", "edp"))
+    tp_ep = factory.device_group(_expert_sets(parallel, "etp", "ep"))
+    tp_ep_pp = factory.device_group(_expert_sets(parallel, "etp", "ep", all_stages=True))
     if not is_member:
         return None
     return ProcessGroupCollection(
@@ -99,12 +121,12 @@ def _collection(grid: Grid, factory: GroupFactory, *, is_member: bool) -> Proces
         tp_dp_cp=tp_dp,
         embd=embedding,
         pos_embd=alone,
-        ep=alone,
-        expt_tp=tp,
-        tp_ep=tp,
-        tp_ep_pp=tp_pp,
-        expt_dp=dp,
-        intra_expt_dp=dp,
+        ep=ep,
+        expt_tp=expt_tp,
+        tp_ep=tp_ep,
+        tp_ep_pp=tp_ep_pp,
+        expt_dp=expt_dp,
+        intra_expt_dp=expt_dp,
         inter_dist_opt=None,
         intra_dist_opt=pool,
     )
@@ -116,7 +138,7 @@ def make_groups(parallel: ParallelConfig, factory: GroupFactory) -> ModelGroups:
     return ModelGroups(
         grid=grid,
         rank=rank,
-        collection=_collection(grid, factory, is_member=rank in grid.ranks),
+        collection=_collection(parallel, factory, is_member=rank in grid.ranks),
         cpu=factory.cpu_group(grid.groups(*AXES)),
         cpu_tp=factory.cpu_group(grid.groups("tp")),
         cpu_pp=factory.cpu_group(grid.groups("pp")),

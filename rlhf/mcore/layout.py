@@ -2,7 +2,8 @@
 
 Holds for both layer specs: parameters go by the names of the local one. Shape of a fused parameter on one rank:
 linear_qkv is, for each of the rank's KV heads, the query heads that share it, then its key, then its value; linear_fc1
-is the rank's slice of gate above its slice of up. A stage's layers are numbered from 0 through all its model chunks.
+is the rank's slice of gate above its slice of up; so is each expert's, cut over etp instead of tp. Local expert i of
+ep rank r is expert r * experts / ep + i. A stage's layers are numbered from 0 through all its model chunks.
 """
 
 import re
@@ -15,13 +16,15 @@ from rlhf.config.parallel import ParallelConfig
 from rlhf.families.admissible import check_layout
 from rlhf.families.registry import logical_tensors
 from rlhf.families.spec import Head, LogicalTensor, ModelSpec, Part
-from rlhf.mcore.groups import model_grid
+from rlhf.mcore.groups import expert_grid, model_grid
 from rlhf.mcore.model import MegatronModel
 from rlhf.mcore.transformer_config import padded_vocab_size
 from rlhf.reshard.layout import Box, ModelLayout, ParamLayout, Span
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
+
+_EXPERT = "mlp.experts.local_experts.{expert}."
 
 _PARAM = {
     Part.EMBED: EMBEDDING,
@@ -39,19 +42,26 @@ _PARAM = {
     Part.GATE: "mlp.linear_fc1.weight",
     Part.UP: "mlp.linear_fc1.weight",
     Part.DOWN: "mlp.linear_fc2.weight",
+    Part.ROUTER: "mlp.router.weight",
+    Part.EXPERT_GATE: _EXPERT + "linear_fc1.weight",
+    Part.EXPERT_UP: _EXPERT + "linear_fc1.weight",
+    Part.EXPERT_DOWN: _EXPERT + "linear_fc2.weight",
     Part.FINAL_NORM: "decoder.final_layernorm.weight",
     Part.LM_HEAD: OUTPUT,
     Part.VALUE_HEAD: OUTPUT,
 }
 """Megatron's name of the parameter that holds a part; in a layer, the name inside it."""
 
-_LAYER_PREFIX = re.compile(r"^decoder\.layers\.\d+\.")
+_INSIDE_LAYER = re.compile(r"^decoder\.layers\.\d+\.(mlp\.experts\.local_experts\.\d+\.)?")
 
 _TE_NAMES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 """Transformer Engine's name, where it fuses a norm into the linear layer after it -> the local spec's."""
+
+_TE_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
+"""Transformer Engine's name of an expert's weight: one module holds the local experts, a parameter each."""
 
 _Piece = tuple[Span, int]
 """Indices of a logical tensor along the cut dim, and where they start in the parameter along it."""
@@ -96,11 +106,11 @@ def _pieces(spec: ModelSpec, tensor: LogicalTensor, tp: int, tp_rank: int) -> tu
         return 0, _vocab(spec, tp, tp_rank)
     if part in (Part.Q, Part.K, Part.V, *_MATRIX_OF):
         return 0, _qkv(spec, part, tp, tp_rank)
-    if part in (Part.ATTN_OUT, Part.DOWN):
+    if part in (Part.ATTN_OUT, Part.DOWN, Part.EXPERT_DOWN):
         return 1, _even(tensor.shape[1], tp, tp_rank)
-    if part in (Part.GATE, Part.UP):
+    if part in (Part.GATE, Part.UP, Part.EXPERT_GATE, Part.EXPERT_UP):
         ((span, _),) = _even(tensor.shape[0], tp, tp_rank)
-        return 0, [(span, 0 if part is Part.GATE else spec.ffn_size // tp)]
+        return 0, [(span, 0 if part in (Part.GATE, Part.EXPERT_GATE) else tensor.shape[0] // tp)]
     return 0, [((0, tensor.shape[0]), 0)]
 
 
@@ -122,7 +132,7 @@ def _layers_of(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> list[in
 
 
 def _stage_params(spec: ModelSpec, parallel: ParallelConfig, head: Head, stage: int) -> list[tuple[LogicalTensor, str]]:
-    """The tensors of a pipeline stage and the parameters that hold them."""
+    """The tensors of a pipeline stage, experts of all ep ranks, and the parameters that hold them."""
     place = {layer: local for local, layer in enumerate(_layers_of(spec, parallel, stage))}
     is_last = stage == parallel.pp - 1
     found = []
@@ -130,6 +140,7 @@ def _stage_params(spec: ModelSpec, parallel: ParallelConfig, head: Head, stage: 
         name = _PARAM[tensor.part]
         if tensor.layer >= 0:
             if tensor.layer in place:
+                name = name.format(expert=tensor.expert % max(1, spec.num_experts // parallel.ep))
                 found.append((tensor, f"decoder.layers.{place[tensor.layer]}.{name}"))
         elif tensor.part is Part.EMBED:
             if stage == 0:
@@ -157,9 +168,12 @@ def param_shapes(spec: ModelSpec, parallel: ParallelConfig, *, head: Head, stage
         "self_attention.k_layernorm.weight": (head_dim,),
         "mlp.linear_fc1.weight": (2 * ffn, hidden),
         "mlp.linear_fc2.weight": (hidden, ffn),
+        "mlp.router.weight": (spec.num_experts, hidden),
+        "linear_fc1.weight": (2 * spec.moe_ffn_size // parallel.etp, hidden),
+        "linear_fc2.weight": (hidden, spec.moe_ffn_size // parallel.etp),
     }
     params = {param for _, param in _stage_params(spec, parallel, head, stage)}
-    return {param: shapes.get(_LAYER_PREFIX.sub("", param), (hidden,)) for param in sorted(params)}
+    return {param: shapes.get(_INSIDE_LAYER.sub("", param), (hidden,)) for param in sorted(params)}
 
 
 def megatron_layout(spec: ModelSpec, parallel: ParallelConfig, *, head: Head, dtype: str) -> ModelLayout:
@@ -173,19 +187,23 @@ def megatron_layout(spec: ModelSpec, parallel: ParallelConfig, *, head: Head, dt
         ConfigError: The pipeline stages cannot hold the layers.
     """
     check_layout(spec, parallel, where="parallel")
-    grid = model_grid(parallel)
+    grid, experts = model_grid(parallel), expert_grid(parallel)
+    tensors_of = cache(lambda stage: _stage_params(spec, parallel, head, stage))
 
     @cache
-    def shard(tp_rank: int, stage: int) -> tuple[ParamLayout, ...]:
-        return tuple(
-            piece
-            for tensor, param in _stage_params(spec, parallel, head, stage)
-            for piece in _held(spec, tensor, param, parallel.tp, tp_rank)
-        )
+    def shard(tp_rank: int, stage: int, etp_rank: int, ep_rank: int) -> tuple[ParamLayout, ...]:
+        found = []
+        for tensor, param in tensors_of(stage):
+            if tensor.expert < 0:
+                found += _held(spec, tensor, param, parallel.tp, tp_rank)
+            elif tensor.expert * parallel.ep // spec.num_experts == ep_rank:
+                found += _held(spec, tensor, param, parallel.etp, etp_rank)
+        return tuple(found)
 
     def holdings(rank: int) -> tuple[ParamLayout, ...]:
         at = grid.coords(rank)
-        return shard(at["tp"], at["pp"])
+        among = experts.coords(at["tp"] + parallel.tp * at["dp"])
+        return shard(at["tp"], at["pp"], among["etp"], among["ep"])
 
     return ModelLayout(
         tensors={tensor.name: tensor.shape for tensor in logical_tensors(spec, head=head)},
@@ -207,4 +225,4 @@ def _local_name(name: str) -> str:
     for te_name, local_name in _TE_NAMES.items():
         if name.endswith(te_name):
             return name.removesuffix(te_name) + local_name
-    return name
+    return _TE_EXPERT.sub(r"mlp.experts.local_experts.\2.\1.weight", name)

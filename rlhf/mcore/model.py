@@ -71,6 +71,7 @@ def build_model(
     """
     assert groups.collection is not None, f"rank {groups.rank} is outside the model's pool {groups.grid.ranks}"
     check_layout(spec, parallel, where="parallel")
+    assert not spec.num_experts, "experts are laid out but not built"
     assert parallel.vpp == 1, "model chunks are laid out but not built"
     prepare_megatron(device)
     use_te = uses_transformer_engine(device)

@@ -13,7 +13,7 @@ from rlhf.config.model import FrozenRoleConfig, TrainedRoleConfig
 from rlhf.config.rollout import SamplingConfig
 from rlhf.config.run import PPORunConfig, RunConfig
 from rlhf.data.row_files import check_there
-from rlhf.families.admissible import check_layout
+from rlhf.families.admissible import check_layout, check_trainable
 from rlhf.families.folder import check_whole, find_folder, resolve_folder
 from rlhf.families.published import find_published
 from rlhf.families.registry import read_spec
@@ -56,6 +56,9 @@ def check_inputs(
         if name in specs and not faults.doubts(rf"{name}\.parallel(\..*)?"):
             with noted():
                 check_layout(specs[name], role.parallel, where=f"{name}.parallel")
+        if name in specs and isinstance(role, TrainedRoleConfig):
+            with noted():
+                check_trainable(specs[name], where=f"{name}.model.path")
     if config.data.source in ("jsonl", "parquet"):
         with noted():
             check_there(config.data.source, Path(config.data.path))

@@ -169,6 +169,10 @@ def test_a_mistake_is_named_with_its_place_and_cure(refused, override, parts):
             ["actor.parallel.pp=2", "actor.parallel.vpp=2", "actor.parallel.layers_per_stage=[1,2]"],
             "actor.parallel.layers_per_stage: [1, 2] given; needs pp*vpp = 4 counts of at least 1",
         ),
+        (
+            ["actor.parallel.tp=2", "actor.parallel.dp=3", "actor.parallel.ep=4"],
+            "actor.parallel.ep: ep*etp = 4*1 = 4 given; needs a divisor of tp*dp = 2*3 = 6",
+        ),
         (["reference.parallel.pp=0"], "reference.parallel.pp: 0 given; needs at least 1; set reference.parallel.pp=1"),
         (["critic.microbatch_tokens=0"], "critic.microbatch_tokens: 0 given; needs at least 1; set critic.microbatch_"),
         (["eval.sampling.top_p=2"], "eval.sampling.top_p: 2.0 given"),

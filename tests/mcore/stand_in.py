@@ -30,6 +30,19 @@ def tiny_spec(**changes) -> ModelSpec:
     return ModelSpec(**{**numbers, **changes})
 
 
+def tiny_moe_spec(**changes) -> ModelSpec:
+    """Six experts of rows 14, two for a token; of family qwen3_moe unless told otherwise."""
+    numbers = {
+        "family": "qwen3_moe",
+        "qk_norm": True,
+        "num_experts": 6,
+        "experts_per_token": 2,
+        "moe_ffn_size": 14,
+        "norm_topk_prob": True,
+    }
+    return tiny_spec(**{**numbers, **changes})
+
+
 def stand_in_model(spec: ModelSpec, parallel: ParallelConfig, rank: int) -> MegatronModel:
     """Parameters are as large as the layout says, uninitialised."""
     shapes: dict[str, list[int]] = {}

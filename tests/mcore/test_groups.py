@@ -53,16 +53,46 @@ def test_groups_of_a_rank_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None
         "embd": (11, 15),
         "pos_embd": alone,
         "ep": alone,
-        "expt_tp": tp,
-        "tp_ep": tp,
-        "tp_ep_pp": tuple(range(10, 16)),
-        "expt_dp": dp,
-        "intra_expt_dp": dp,
+        "expt_tp": alone,
+        "tp_ep": alone,
+        "tp_ep_pp": pp,
+        "expt_dp": (4, 5, 10, 11),
+        "intra_expt_dp": (4, 5, 10, 11),
         "inter_dist_opt": None,
         "intra_dist_opt": pool,
         "hcp": "unset",
     }
     assert (groups.cpu, groups.cpu_tp, groups.cpu_pp, groups.cpu_dp) == (pool, tp, pp, dp)
+
+
+def test_expert_groups_cross_tensor_parallel_peers_and_replicas_of_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two stages of eight ranks: 0 1 4 5 8 9 12 13 and 2 3 6 7 10 11 14 15; rank 9 has position 5 = 1 + 2*(0 + 2*1).
+    groups, _ = made(ParallelConfig(tp=2, pp=2, dp=4, ep=2, etp=2), 9, monkeypatch)
+    found = {
+        name: getattr(groups.collection, name) for name in ("ep", "expt_tp", "tp_ep", "tp_ep_pp", "expt_dp", "tp", "dp")
+    }
+    assert found == {
+        "ep": (9, 13),
+        "expt_tp": (8, 9),
+        "tp_ep": (8, 9, 12, 13),
+        "tp_ep_pp": (8, 9, 10, 11, 12, 13, 14, 15),
+        "expt_dp": (1, 9),
+        "tp": (8, 9),
+        "dp": (1, 5, 9, 13),
+    }
+
+
+def test_etp_above_tp_takes_neighbours_in_dp(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, _ = made(ParallelConfig(dp=4, ep=2, etp=2), 2, monkeypatch)
+    assert groups.collection.expt_tp == (2, 3)
+    assert groups.collection.ep == (0, 2)
+
+
+def test_etp_below_tp_takes_other_experts_on_tensor_parallel_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, _ = made(ParallelConfig(tp=4, dp=2, ep=4), 6, monkeypatch)
+    assert groups.collection.expt_tp == (6,)
+    assert groups.collection.ep == (4, 5, 6, 7)
+    assert groups.collection.expt_dp == (2, 6)
 
 
 def test_a_middle_stage_has_an_embedding_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
