@@ -1,6 +1,7 @@
 """Carries out one rank's part of a plan: local copies, packed messages, two buckets under way at a time."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -59,39 +60,89 @@ class Staging:
         return self._buffers[number % 2]
 
 
+class Destination(Protocol):
+    """Where one rank's blocks go: its own parameters (`Params`), or windows on those of another process."""
+
+    def admits(self, bucket: Bucket) -> bool:
+        """Whether there is a place for what the bucket receives, without anything more arriving first."""
+
+    def room(self, message: Message) -> Tensor | None:
+        """Flat memory in which a message may be received as it is; None: it is received elsewhere."""
+
+    def arrived(self, message: Message, data: Tensor) -> None:
+        """A message lies in `data`, which is its room where it has one. Called for each message, in their order."""
+
+    def own(self) -> None:
+        """Take what the rank gives to itself, as far as there is a place for it; called again and again."""
+
+    def finish(self) -> None:
+        """Everything has arrived."""
+
+
+class Params:
+    """A `Destination`: parameters of this process, written in place. Padding is left alone."""
+
+    def __init__(self, part: RankPlan, src: LocalParams, dst: LocalParams, device: torch.device) -> None:
+        self._part, self._src, self._dst, self._device = part, src, dst, device
+        self._has_own = False
+
+    def admits(self, bucket: Bucket) -> bool:
+        """See `Destination.admits`: always."""
+        return True
+
+    def room(self, message: Message) -> Tensor | None:
+        """See `Destination.room`: the parameter itself, where the message is one contiguous block of it."""
+        return _contiguous(message, self._dst, self._device)
+
+    def arrived(self, message: Message, data: Tensor) -> None:
+        """See `Destination.arrived`."""
+        if self.room(message) is None:
+            for view, flat in _cut(message, data, self._dst):
+                view.copy_(flat)
+
+    def own(self) -> None:
+        """See `Destination.own`: all at once."""
+        if not self._has_own:
+            for move in self._part.copies:
+                self._dst.view(move.tensor, move.box).copy_(self._src.view(move.tensor, move.box))
+        self._has_own = True
+
+    def finish(self) -> None:
+        """See `Destination.finish`: fills what the rank holds twice."""
+        self.own()
+        for echo in self._part.echoes:
+            self._dst.view_in(echo.second, echo.box).copy_(self._dst.view_in(echo.first, echo.box))
+
+
 def execute(
-    part: RankPlan,
     buckets: Sequence[Bucket],
     *,
     src: LocalParams,
-    dst: LocalParams,
+    dst: Destination,
     transport: Transport,
     staging: Staging,
     device: torch.device,
     span: SpanFn = no_span,
 ) -> None:
-    """Fill this rank's destination parameters and serve the others. All ranks of both pools must call.
+    """Fill this rank's destination and serve the others. All ranks of both pools must call.
 
-    Reads the source parameters as they are and writes each destination element once; padding is left alone. `device` is
-    where the transport works; parameters elsewhere are staged through it. `span` names each bucket, for timelines.
+    Reads the source parameters as they are and hands each destination element over once. `device` is where the
+    transport works; parameters elsewhere are staged through it. `span` names each bucket, for timelines.
     """
-
-    def post(number: int, bucket: Bucket) -> _Transfer:
-        with span(f"post bucket {number}"):
-            return _Transfer(number, bucket, src, dst, transport, staging.buffer(number, device), span)
-
     with torch.no_grad():
-        under_way = [post(0, buckets[0])] if buckets else []
-        with span("copy own"):
-            for move in part.copies:
-                dst.view(move.tensor, move.box).copy_(src.view(move.tensor, move.box))
-        for number, bucket in enumerate(buckets[1:], start=1):
-            under_way.append(post(number, bucket))
-            under_way.pop(0).finish()
+        under_way: list[_Transfer] = []
+        for number, bucket in enumerate(buckets):
+            while under_way and (len(under_way) > 1 or not dst.admits(bucket)):
+                under_way.pop(0).finish()
+            with span(f"post bucket {number}"):
+                buffer = staging.buffer(number, device)
+                under_way.append(_Transfer(number, bucket, src, dst, transport, buffer, span))
+            with span("copy own"):
+                dst.own()
         for transfer in under_way:
             transfer.finish()
-        for echo in part.echoes:
-            dst.view_in(echo.second, echo.box).copy_(dst.view_in(echo.first, echo.box))
+        with span("finish"):
+            dst.finish()
 
 
 class _Transfer:
@@ -102,15 +153,15 @@ class _Transfer:
         number: int,
         bucket: Bucket,
         src: LocalParams,
-        dst: LocalParams,
+        dst: Destination,
         transport: Transport,
         buffer: Tensor,
         span: SpanFn,
     ) -> None:
         self._number, self._span = number, span
         self._dst, self._buffer, self._used = dst, buffer, 0
-        self._incoming = [(message, *self._landing(message)) for message in bucket.receives]
-        parcels = [Parcel(message.src_rank, data) for message, data, _ in self._incoming]
+        self._incoming = [(message, self._landing(message)) for message in bucket.receives]
+        parcels = [Parcel(message.src_rank, data) for message, data in self._incoming]
         self._pending: Pending = transport.post(parcels, self._packed(bucket.sends, src))
 
     def finish(self) -> None:
@@ -118,15 +169,12 @@ class _Transfer:
         with self._span(f"bucket {self._number}", Kind.WAIT):
             self._pending.wait()
         with self._span(f"unpack bucket {self._number}"):
-            for message, data, direct in self._incoming:
-                if not direct:
-                    for view, flat in _cut(message, data, self._dst):
-                        view.copy_(flat)
+            for message, data in self._incoming:
+                self._dst.arrived(message, data)
 
-    def _landing(self, message: Message) -> tuple[Tensor, bool]:
-        """Where a message is received: straight in the parameter when it is one contiguous block there."""
-        direct = _contiguous(message, self._dst, self._buffer.device)
-        return (self._take(message), False) if direct is None else (direct, True)
+    def _landing(self, message: Message) -> Tensor:
+        room = self._dst.room(message)
+        return self._take(message) if room is None else room
 
     def _packed(self, messages: Sequence[Message], src: LocalParams) -> Iterator[Parcel]:
         for message in messages:

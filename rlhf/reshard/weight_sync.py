@@ -13,7 +13,7 @@ from rlhf.errors import WeightSyncError
 from rlhf.metrics.timers import Kind, SpanFn, no_span
 from rlhf.reshard.bucket import buckets_of, digests, messages_of
 from rlhf.reshard.check import Certificate, RankTraffic, check_arrivals, rank_traffic, ratio
-from rlhf.reshard.execute import LocalParams, Staging, execute
+from rlhf.reshard.execute import LocalParams, Params, Staging, execute
 from rlhf.reshard.layout import ModelLayout
 from rlhf.reshard.plan import Plan, make_plan
 from rlhf.reshard.topology import Link, Topology
@@ -142,10 +142,9 @@ class _Route:
         src = LocalParams(self._plan.src_index, self._rank, src_params, side="source")
         dst = LocalParams(self._plan.dst_index, self._rank, dst_params, side="destination")
         execute(
-            self._part,
             self._buckets,
             src=src,
-            dst=dst,
+            dst=Params(self._part, src, dst, self._device),
             transport=self._transport,
             staging=self._staging,
             device=self._device,

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from rlhf.reshard.bucket import buckets_of, messages_of
-from rlhf.reshard.execute import LocalParams, Staging, execute
+from rlhf.reshard.execute import LocalParams, Params, Staging, execute
 from rlhf.reshard.plan import Plan
 from rlhf.reshard.transport import MemoryHub, Traffic
 
@@ -21,7 +21,9 @@ def run_plan(plan: Plan, src_params: dict, dst_params: dict, *, bucket_bytes: in
         assert staging.num_bytes <= 2 * max(bucket_bytes, 2 * plan.src.item_bytes)
         src = LocalParams(plan.src_index, rank, src_params[rank], side="source")
         dst = LocalParams(plan.dst_index, rank, dst_params[rank], side="destination")
-        execute(part, buckets, src=src, dst=dst, transport=transport, staging=staging, device=torch.device("cpu"))
+        cpu = torch.device("cpu")
+        into = Params(part, src, dst, cpu)
+        execute(buckets, src=src, dst=into, transport=transport, staging=staging, device=cpu)
         return transport.traffic
 
     with ThreadPoolExecutor(len(plan.ranks)) as pool:
