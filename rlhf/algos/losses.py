@@ -96,9 +96,11 @@ def value_loss(
     check_same("value_loss", values=values, old_values=old_values, returns=returns, loss_mask=loss_mask)
     now, old = counted(values.float(), loss_mask), counted(old_values.float(), loss_mask)
     target = counted(returns.float(), loss_mask)
-    error = now - target
+    error, move = now - target, now - old
     reach = clip_eps if clip_eps > 0 else float("inf")
-    free, clipped = (_doubled_penalty(e, huber_delta) for e in (error, old + (now - old).clamp(-reach, reach) - target))
+    # Inside the reach it is the same error to the bit: old + (now - old) is not, and rounding would count as a clip.
+    held = torch.where(move.abs() > reach, old + move.clamp(-reach, reach) - target, error)
+    free, clipped = (_doubled_penalty(e, huber_delta) for e in (error, held))
     loss = 0.5 * free.maximum(clipped).sum() / denominator
     sums = {
         "value_tokens": loss_mask.sum().float(),

@@ -100,6 +100,14 @@ def test_value_clip_of_zero_never_clips():
     assert sums["value_clipped_tokens"] == 0
 
 
+def test_rounding_is_not_taken_for_a_clip():
+    values = torch.linspace(-3.0, 3.0, 1001)
+    mask = torch.ones(1001, dtype=torch.bool)
+    for clip_eps in (0.0, 10.0):
+        _, sums = value_loss(values, values.flip(0) / 7, values.square(), mask, clip_eps=clip_eps, denominator=1.0)
+        assert sums["value_clipped_tokens"] == 0
+
+
 def test_huber_value_loss_hand_computed():
     # delta 1, eps .5, old 0. v=3, return 0: 3 - 1/2 free, 0.125 clipped at .5 -> 2.5, gradient delta. v=.2: .04 / 2.
     # v=.8, return 4: free 3.2 - .5 = 2.7, clipped (.5) 3.5 - .5 = 3, which has no gradient.
