@@ -19,7 +19,7 @@ class PolicyOutputs:
     logprobs: Tensor
     """float32 [R], log-probability of each response token under the temperature."""
     entropy: Tensor
-    """float32 [R], in nats, of the distribution that each response token was drawn from."""
+    """float32 [R], in nats, of the distribution that each response token was drawn from; NaN if not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,9 @@ class ValueOutputs:
     """float32 [R], value of the state before each response token."""
 
 
-def policy_outputs(model: MegatronModel, hidden: Tensor, targets: Tensor, *, temperature: float) -> PolicyOutputs:
+def policy_outputs(
+    model: MegatronModel, hidden: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool = True
+) -> PolicyOutputs:
     """Apply the language-model head to hidden [R, H]. Collective over tp; last stage only."""
     assert model.head is Head.LM, "a value model has no log-probs"
     assert model.groups.collection is not None, "policy_outputs is for ranks of the model's pool"
@@ -44,6 +46,7 @@ def policy_outputs(model: MegatronModel, hidden: Tensor, targets: Tensor, *, tem
         temperature=temperature,
         chunk_tokens=chunk_tokens_for(len(weight)),
         keep_logits=len(hidden) * len(weight) <= KEPT_ELEMENTS,
+        with_entropy=with_entropy,
     )
     return PolicyOutputs(logprobs, entropy)
 

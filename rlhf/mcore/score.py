@@ -28,7 +28,7 @@ def score_logprobs(
     """
 
     def finish(hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        found = policy_outputs(model, hidden, targets, temperature=temperature)
+        found = policy_outputs(model, hidden, targets, temperature=temperature, with_entropy=with_entropy)
         return (found.logprobs, found.entropy) if with_entropy else (found.logprobs,)
 
     scored = _score(model, sequences, finish, microbatch_tokens)

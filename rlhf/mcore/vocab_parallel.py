@@ -38,6 +38,7 @@ def vocab_parallel_logprobs(
     temperature: float,
     chunk_tokens: int,
     keep_logits: bool = False,
+    with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of targets and entropy of softmax(hidden @ weight^T / temperature), both [R].
 
@@ -56,6 +57,8 @@ def vocab_parallel_logprobs(
         temperature: Divides the logits.
         chunk_tokens: Tokens whose logits exist at one time.
         keep_logits: Keep all logits, [R, V], for the backward pass: a quarter less work.
+        with_entropy: False leaves out two of five passes over the logits where no gradient is wanted; the entropy is
+            then NaN.
 
     Returns:
         (logprobs, entropy). Both are differentiable; an entropy that takes no part in the loss, or with weight 0, costs
@@ -78,7 +81,9 @@ def vocab_parallel_logprobs(
     first_row = 0 if group is None else dist.get_rank(group) * len(weight)
     num_rows = min(max(vocab_size - first_row, 0), len(weight))
     keep_logits &= torch.is_grad_enabled()
-    return _LogProbs.apply(hidden, weight, targets, first_row, num_rows, temperature, chunk_tokens, keep_logits, group)
+    numbers = (first_row, num_rows, temperature, chunk_tokens)
+    logprobs, entropy = _LogProbs.apply(hidden, weight, targets, *numbers, keep_logits, with_entropy, group)
+    return logprobs, entropy if with_entropy else torch.full_like(entropy, torch.nan)
 
 
 def _chunks(length: int, size: int) -> Iterator[slice]:
@@ -108,6 +113,7 @@ class _LogProbs(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         keep_logits: bool,
+        with_entropy: bool,
         group: ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
         rows_VH = weight[:num_rows]
@@ -125,9 +131,10 @@ class _LogProbs(torch.autograd.Function):
             sums_3R[2, chunk] = picked_C.masked_fill_(~here_R[chunk], 0.0)
             peak_R[chunk] = z_CV.amax(1)
             z_CV.sub_(peak_R[chunk, None])
-            exp_CV = z_CV.exp()
+            exp_CV = z_CV.exp() if with_entropy or kept_RV is not None else z_CV.exp_()
             sums_3R[0, chunk] = exp_CV.sum(1)
-            sums_3R[1, chunk] = exp_CV.mul_(z_CV).sum(1)
+            if with_entropy:
+                sums_3R[1, chunk] = exp_CV.mul_(z_CV).sum(1)
             del z_CV, exp_CV  # or they outlive the next chunk's logits
         ctx.kept_RV, ctx.kept_peak_R = kept_RV, peak_R
         if group is not None:
@@ -172,7 +179,7 @@ class _LogProbs(torch.autograd.Function):
                 _add_product(grad_weight[: ctx.num_rows], grad_CV.T, hidden[block])
             del logits_CV, grad_CV
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None, None, None
 
 
 def _to_gradient_(logp_CV: Tensor, up_C: Tensor, up_entropy_C: Tensor | None, entropy_C: Tensor) -> None:

@@ -116,6 +116,29 @@ def test_a_loss_of_entropy_alone_has_its_gradient():
     torch.testing.assert_close(hidden.grad, want[2], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_leaving_out_the_entropy_changes_no_logprob_and_no_gradient(keep):
+    hidden, weight, targets, _ = _inputs()
+    found = []
+    for with_entropy in (True, False):
+        leaf = hidden.clone().requires_grad_()
+        logprobs, entropy = vocab_parallel_logprobs(
+            leaf,
+            weight,
+            targets,
+            tp_group=None,
+            vocab_size=VOCAB,
+            temperature=0.7,
+            chunk_tokens=5,
+            keep_logits=keep,
+            with_entropy=with_entropy,
+        )
+        assert entropy.isnan().all() != with_entropy
+        found.append((logprobs.detach(), torch.autograd.grad(logprobs.sum(), leaf)[0]))
+    for with_it, without in zip(*found, strict=True):
+        assert torch.equal(with_it, without)
+
+
 def test_a_second_backward_pass_through_kept_logits_gives_the_same():
     hidden, weight, targets, _ = _inputs()
     hidden.requires_grad_()
