@@ -72,7 +72,10 @@ launch_on_all_nodes() {
         { read -r _ && read -r run_folder; } <<<"$checked"
     fi
     echo "slurm: job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST; run folder $run_folder"
-    rm -f "$run_folder/exit.json" # a first node that never starts would leave an old one
+    # A first node that never starts would leave an old exit.json. The lock is that of the launcher on the first node.
+    mkdir -p "$run_folder/logs"
+    flock --nonblock "$run_folder/logs/.launch_0.lock" rm -f "$run_folder/exit.json" ||
+        refuse "$run_folder: another job is at work in it; needs one at a time; set name=OTHER"
     options+=(--nnodes "$nodes" --rendezvous "$(rendezvous)")
 
     # 75 is a good end; as an exit code srun would take it for a failure and kill the nodes that are still sweeping up.

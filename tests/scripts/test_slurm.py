@@ -1,5 +1,6 @@
 """The batch scripts on a real SLURM of two nodes: how a job is stopped, requeued, cancelled, and how it fails."""
 
+import fcntl
 import json
 import os
 import signal
@@ -177,6 +178,19 @@ def test_what_is_wrong_beforehand_starts_nothing_and_gives_2(cluster: SlurmClust
     assert job.wait_for_end() == ("FAILED", "2")
     assert "job.progres_limit_s" in job.output
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_second_job_of_one_name_leaves_the_first_one_its_record(cluster: SlurmCluster, tmp_path: Path) -> None:
+    logs = tmp_path / "runs" / "death" / "logs"
+    logs.mkdir(parents=True)
+    (logs.parent / "exit.json").write_text("{}")
+    with (logs / ".launch_0.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as the first node's launcher does
+        job = submit_worker(cluster, tmp_path, "finish")
+        assert job.wait_for_end() == ("FAILED", "2")
+    assert "another job is at work in it" in job.output
+    assert (logs.parent / "exit.json").exists()
+    assert not (logs.parent / "stop").exists()
 
 
 @pytest.mark.parametrize(
