@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, such as runs/quickstart")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="PNG to write; RUN/curves.png for one run, else ./curves.png"
+        "--out", type=_png, metavar="FILE", help="PNG to write; RUN/curves.png for one run, else ./curves.png"
     )
     parser.add_argument(
         "--smooth",
@@ -53,6 +53,12 @@ def _parser() -> argparse.ArgumentParser:
         help="steps that a line is averaged over; 1 for none (default: a tenth of them, from 40 steps on)",
     )
     return parser
+
+
+def _png(text: str) -> Path:
+    if Path(text).suffix.lower() != ".png":
+        raise argparse.ArgumentTypeError(f"{text} given; needs a name that ends with .png; pictures are PNG")
+    return Path(text)
 
 
 def _at_least_one(text: str) -> int:

@@ -45,3 +45,5 @@ def test_no_metrics_and_no_place_exit_with_2(tmp_path: Path, capsys: pytest.Capt
     assert "--out: " in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main([str(folder), "--smooth", "0"])
+    with pytest.raises(SystemExit, match="2"):
+        main([str(folder), "--out", str(tmp_path / "b.pdf")])
