@@ -35,6 +35,7 @@ from rlhf.models.calls import RoleCalls
 from rlhf.models.critic import Critic
 from rlhf.models.policy import Policy
 from rlhf.preflight.inputs import check_inputs
+from rlhf.reshard.topology import Fanout
 from rlhf.reshard.weight_sync import WeightSync
 from rlhf.reward.function import RewardFunction
 from rlhf.rollout.engine import EngineFactory, RolloutEngine
@@ -205,6 +206,7 @@ def _weight_sync(config: PPORunConfig, site: Site) -> WeightSync | None:
         group=group,
         device=site.ranks.device,
         bucket_bytes=config.sync.bucket_bytes,
+        fanout=Fanout(config.sync.fanout),
         verify=config.sync.verify,
         span=site.span,
     )

@@ -65,12 +65,16 @@ class SyncConfig:
     """Moving the actor's weights into the rollout engines."""
 
     bucket_bytes: int = 256 * 2**20
-    """Most bytes packed for one transfer."""
+    """Most bytes in one bucket; two are under way, so a transfer needs at most twice as much beside the weights."""
+    fanout: str = "direct"
+    """direct: each rank takes what it needs across nodes by itself; node: each block crosses into a node once, and one
+    of the node's ranks passes it on to the others."""
     verify: bool = True
     """Compare checksums of the weights on both sides after each transfer; costs one more read of them."""
 
     def __post_init__(self) -> None:
         at_least("sync.bucket_bytes", self.bucket_bytes, 4096)
+        one_of("sync.fanout", self.fanout, ("direct", "node"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

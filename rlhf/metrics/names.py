@@ -156,9 +156,23 @@ class SyncMetrics:
     """The step's move of weights from actor to engines."""
 
     bytes: float
-    """Bytes received over all ranks."""
+    """Bytes received from other ranks, over all ranks."""
     bytes_over_bound: float
-    """Bytes moved by the lower bound; 1 is optimal, and so is nothing to move."""
+    """Bytes moved by the lower bound of what had to move; 1 is optimal, and so is nothing to move."""
+    copied_bytes: float
+    """Bytes copied inside a rank, over all ranks."""
+    node_bytes: float
+    """Bytes received from ranks of the same node, over all ranks."""
+    far_bytes: float
+    """Bytes received from other nodes, over all ranks."""
+    far_bytes_over_bound: float
+    """Bytes between nodes by their lower bound, with the fanout chosen."""
+    worst_rank_bytes: float
+    """Bytes that the rank that received most received from other ranks."""
+    staging_bytes: float
+    """Most memory that a rank had allocated for the transfer beside the weights."""
+    tensors: float
+    """Logical tensors that were sent; the others had not changed."""
     policy_version: float
     """Version of the weights that the engines then held."""
 

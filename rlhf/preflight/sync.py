@@ -7,7 +7,7 @@ from rlhf.preflight.text import gib
 from rlhf.reshard.check import Certificate, certify
 from rlhf.reshard.layout import ModelLayout
 from rlhf.reshard.plan import make_plan
-from rlhf.reshard.topology import Topology
+from rlhf.reshard.topology import Fanout, Topology
 from rlhf.rollout.native.engine import NativeEngine
 
 
@@ -17,7 +17,7 @@ def sync_certificate(config: PPORunConfig, spec: ModelSpec, topology: Topology) 
     Raises:
         LayoutError: The layouts cannot hold the model.
     """
-    return certify(make_plan(*sync_layouts(config, spec), topology))
+    return certify(make_plan(*sync_layouts(config, spec), topology, fanout=Fanout(config.sync.fanout)))
 
 
 def sync_layouts(config: PPORunConfig, spec: ModelSpec) -> tuple[ModelLayout, ModelLayout]:
@@ -38,7 +38,7 @@ def render_sync(found: Certificate) -> str:
         [
             f"one weight sync: {gib(found.moved)} between ranks, lower bound {gib(found.bound)}, "
             f"ratio {found.ratio:.3f}",
-            f"  {by_link}",
+            f"  {by_link}; across nodes at least {gib(found.far_bound)}",
             f"  most received {gib(most_in.moved)} (rank {most_in.rank}), "
             f"most sent {gib(sum(most_out.sent.values()))} (rank {most_out.rank})",
         ]

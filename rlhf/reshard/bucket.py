@@ -2,18 +2,19 @@
 
 All messages of the job have one total order, of which every rank knows its own part. A rank has the messages of two
 buckets under way at a time, in that order. So the first unfinished message of the job is always under way at both of
-its ends, and the transfer goes on whatever the sizes of the pools.
+its ends, and the transfer goes on whatever the sizes of the pools. What a rank passes on comes later in the order than
+what it received for it, and in a later bucket, which starts when that one is done; so the same holds.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from rlhf.reshard.layout import Box
 from rlhf.reshard.plan import Move, Plan, RankPlan
 
-OrderKey = tuple[int, int, int, int]
+OrderKey = tuple[int, int, int, bool, int]
 
 ALONE_BYTES = 2**18
 """A block of at least this size is a message of its own, so that an end where it is contiguous need not copy it."""
@@ -28,7 +29,13 @@ class Message:
     moves: tuple[Move, ...]
     num_elements: int
     key: OrderKey
-    """Place in the order of the job: round over the sources' shards, turn of the peers, source, number of its pair."""
+    """Place in the order of the job: round over the sources' shards, turn of the peers, source, whether it is passed
+    on, number of its pair."""
+
+    @property
+    def passed_on(self) -> bool:
+        """Whether it is read from the sender's destination parameters."""
+        return self.moves[0].passed_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,8 @@ class Bucket:
 
     receives: tuple[Message, ...]
     sends: tuple[Message, ...]
+    after: int = -1
+    """Number of the bucket that must be done before this one starts, for it brings what this one passes on."""
 
     @property
     def num_elements(self) -> int:
@@ -70,17 +79,36 @@ def buckets_of(receives: Sequence[Message], sends: Sequence[Message], max_elemen
 
     A message larger than that (none is, when `messages_of` made it with the same limit) has a bucket of its own.
     """
-    incoming = {id(message) for message in receives}
+    into = {id(message) for message in receives}
+    arrives: dict[tuple[str, Box], int] = {}
     buckets: list[Bucket] = []
     now: list[Message] = []
     filled = 0
     for message in sorted((*receives, *sends), key=lambda m: m.key):
-        if now and filled + message.num_elements > max_elements:
-            buckets.append(_bucket(now, incoming))
+        incoming = id(message) in into
+        waits = message.passed_on and not incoming and _needs(message, arrives) == len(buckets)
+        if now and (waits or filled + message.num_elements > max_elements):
+            buckets.append(_bucket(now, into, arrives))
             now, filled = [], 0
         now.append(message)
         filled += message.num_elements
-    return (*buckets, _bucket(now, incoming)) if now else tuple(buckets)
+        if incoming:
+            arrives |= {(move.tensor, move.box): len(buckets) for move in message.moves}
+    return (*buckets, _bucket(now, into, arrives)) if now else tuple(buckets)
+
+
+def _needs(message: Message, arrives: Mapping[tuple[str, Box], int]) -> int:
+    """Number of the last bucket that brings what a message passes on."""
+    return max(arrives[move.tensor, move.box] for move in message.moves)
+
+
+def _bucket(messages: Sequence[Message], into: set[int], arrives: Mapping[tuple[str, Box], int]) -> Bucket:
+    sends = tuple(message for message in messages if id(message) not in into)
+    return Bucket(
+        receives=tuple(message for message in messages if id(message) in into),
+        sends=sends,
+        after=max((_needs(message, arrives) for message in sends if message.passed_on), default=-1),
+    )
 
 
 def digests(messages: Iterable[Message]) -> dict[tuple[int, int], int]:
@@ -93,13 +121,6 @@ def digests(messages: Iterable[Message]) -> dict[tuple[int, int], int]:
     return {pair: int.from_bytes(hashed.digest(), "little") >> 1 for pair, hashed in pairs.items()}
 
 
-def _bucket(messages: Sequence[Message], incoming: set[int]) -> Bucket:
-    return Bucket(
-        receives=tuple(message for message in messages if id(message) in incoming),
-        sends=tuple(message for message in messages if id(message) not in incoming),
-    )
-
-
 class _Packer:
     """Joins the moves of each pair of ranks into messages; both ends of a pair come to the same."""
 
@@ -109,13 +130,13 @@ class _Packer:
         self._shards: dict[int, dict[str, _Held]] = {}
 
     def messages(self, moves: Iterable[Move]) -> tuple[Message, ...]:
-        pairs: dict[tuple[int, int], list[Move]] = {}
+        pairs: dict[tuple[int, int, bool], list[Move]] = {}
         for move in moves:
-            pairs.setdefault((move.src_rank, move.dst_rank), []).append(move)
-        found = [message for (src, dst), of in pairs.items() for message in self._pack(src, dst, of)]
+            pairs.setdefault((move.src_rank, move.dst_rank, move.passed_on), []).append(move)
+        found = [message for pair, of in pairs.items() for message in self._pack(*pair, of)]
         return tuple(sorted(found, key=lambda message: message.key))
 
-    def _pack(self, src: int, dst: int, moves: Iterable[Move]) -> Iterator[Message]:
+    def _pack(self, src: int, dst: int, passed_on: bool, moves: Iterable[Move]) -> Iterator[Message]:
         """A pair's moves, cut to size; small ones are joined while they lie in one round of the source's shard."""
         # Ranks take turns as each other's peers, so that nobody is sent to by everybody at once.
         turn = (self._place[dst] - self._place[src]) % len(self._place)
@@ -123,16 +144,17 @@ class _Packer:
         filled, limit, now_round, number = 0, 0, -1, 0
         for move in moves:
             for box in split(move.box, self._max):
-                at = self._round(src, move.tensor, box)
+                # What is passed on is a round behind what brought it, and so after it in the order.
+                at = self._round(move.origin, move.tensor, box) + 1 if passed_on else self._round(src, move.tensor, box)
                 alone = box.num_elements >= self._alone
                 if now and (alone or at != now_round or filled + box.num_elements > limit):
-                    yield Message(src, dst, tuple(now), filled, (now_round, turn, src, number))
+                    yield Message(src, dst, tuple(now), filled, (now_round, turn, src, passed_on, number))
                     now, filled, number = [], 0, number + 1
                 limit = 0 if alone else self._max
-                now.append(Move(move.tensor, box, src, dst))
+                now.append(Move(move.tensor, box, src, dst, move.origin))
                 filled, now_round = filled + box.num_elements, at
         if now:
-            yield Message(src, dst, tuple(now), filled, (now_round, turn, src, number))
+            yield Message(src, dst, tuple(now), filled, (now_round, turn, src, passed_on, number))
 
     def _round(self, src: int, tensor: str, box: Box) -> int:
         """How far into the source's shard a block lies, in steps of a few messages.

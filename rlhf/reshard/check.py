@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from rlhf.reshard.cells import Cells
 from rlhf.reshard.layout import Box, ParamLayout
-from rlhf.reshard.plan import Plan, RankPlan
-from rlhf.reshard.topology import Link
+from rlhf.reshard.plan import Move, Plan, RankPlan
+from rlhf.reshard.topology import Fanout, Link
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,9 @@ class RankTraffic:
     """By link, to other ranks."""
     bound: int
     """Bytes of the distinct elements that it wants and does not hold."""
+    far_bound: int
+    """Bytes that must come to it from other nodes: of distinct elements that it wants and no rank of its node holds.
+    With fanout `node`: that any rank of its node wants, counted at the first of the node's ranks."""
 
     @property
     def moved(self) -> int:
@@ -54,9 +57,23 @@ class Certificate:
         return sum(one.bound for one in self.ranks)
 
     @property
+    def far_bound(self) -> int:
+        """The least number of bytes that must pass between nodes, with the fanout of the plan."""
+        return sum(one.far_bound for one in self.ranks)
+
+    def bound_by_link(self) -> dict[Link, int]:
+        """The bound between nodes, and what is left of the whole inside them; a rank's own copies have none."""
+        return {Link.SAME_RANK: 0, Link.SAME_NODE: self.bound - self.far_bound, Link.ACROSS_NODES: self.far_bound}
+
+    @property
     def ratio(self) -> float:
         """Moved over bound: 1.0 when nothing is sent that need not be."""
         return ratio(self.moved, self.bound)
+
+    @property
+    def far_ratio(self) -> float:
+        """Bytes between nodes over their bound."""
+        return ratio(self.bytes_by_link()[Link.ACROSS_NODES], self.far_bound)
 
     def render(self) -> str:
         """A few lines for the start of a run."""
@@ -66,6 +83,7 @@ class Certificate:
             f"reshard certificate: {len(self.ranks)} ranks, moved {mib(self.moved)}, lower bound {mib(self.bound)}, "
             f"ratio {self.ratio:.3f}",
             *(f"  {link.value:<13} {mib(count):>14}" for link, count in self.bytes_by_link().items()),
+            f"  bound across  {mib(self.far_bound):>14}  (ratio {self.far_ratio:.3f})",
             f"  most received {mib(most_in.moved):>14}  (rank {most_in.rank})",
             f"  most sent     {mib(sum(most_out.sent.values())):>14}  (rank {most_out.rank})",
             f"  peak staging  {mib(self.staging_bytes):>14}",
@@ -106,10 +124,12 @@ class Known:
     Keys are ids of tuples that the plan's indices keep alive.
     """
 
-    missing: dict[tuple[int, int], int] = field(default_factory=dict)
-    """By ids of (wanted, held)."""
+    missing: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = field(default_factory=dict)
+    """By ids of (all that is wanted, all that is held)."""
     held: set[tuple[int, Box]] = field(default_factory=set)
     """(holdings of a tensor, block inside them)."""
+    crossed: set[tuple[int, str, Box]] = field(default_factory=set)
+    """(rank that passes on, tensor, block): it takes the block across itself."""
     filled: set[tuple[int, tuple[Box, ...], tuple[Box, ...]]] = field(default_factory=set)
     """(wants of a tensor, blocks that arrive, places that echoes fill): each slot is filled once."""
 
@@ -122,22 +142,45 @@ def rank_traffic(plan: Plan, part: RankPlan, known: Known | None = None) -> Rank
         received[plan.topology.link(move.src_rank, part.rank)] += move.box.num_elements * item
     for move in part.sends:
         sent[plan.topology.link(part.rank, move.dst_rank)] += move.box.num_elements * item
-    return RankTraffic(part.rank, received, sent, lower_bound(plan, part.rank, known) * item)
+    bound = sum(lower_bounds(plan, part.rank, known).values())
+    far_bound = sum(far_bounds(plan, part.rank, known).values())
+    return RankTraffic(part.rank, received, sent, bound * item, far_bound * item)
 
 
-def lower_bound(plan: Plan, rank: int, known: Known | None = None) -> int:
-    """Distinct elements that a rank wants and does not hold itself: from the two layouts alone."""
-    wanted, held = plan.dst_index.of_rank(rank), plan.src_index.of_rank(rank)
-    found, total = known.missing if known else {}, 0
-    for tensor, wants in wanted.items():
-        holds = held.get(tensor, ())
-        key = (id(wants), id(holds))
-        if key not in found:
-            want_boxes, held_boxes = _boxes(wants), _boxes(holds)
+def lower_bounds(plan: Plan, rank: int, known: Known | None = None) -> dict[str, int]:
+    """Distinct elements of each tensor that a rank wants and does not hold itself: from the two layouts alone."""
+    return _missing(plan, [rank], [rank], known or Known())
+
+
+def far_bounds(plan: Plan, rank: int, known: Known | None = None) -> dict[str, int]:
+    """Distinct elements of each tensor that a rank wants and no rank of its node holds: from the layouts alone.
+
+    With fanout `node`, those that any rank of its node wants; all counted at the first of them.
+    """
+    on_node = plan.on_node[plan.topology.nodes[rank]]
+    if plan.fanout is Fanout.DIRECT:
+        return _missing(plan, [rank], on_node, known or Known())
+    return _missing(plan, on_node, on_node, known or Known()) if rank == on_node[0] else {}
+
+
+def _missing(plan: Plan, wanters: Iterable[int], holders: Sequence[int], known: Known) -> dict[str, int]:
+    """Distinct elements of each tensor that any of the wanters wants and none of the holders holds."""
+    found: dict[str, int] = {}
+    wanted: dict[str, dict[int, Sequence[ParamLayout]]] = {}
+    for rank in wanters:
+        for tensor, wants in plan.dst_index.of_rank(rank).items():
+            wanted.setdefault(tensor, {})[id(wants)] = wants
+    held = [plan.src_index.of_rank(rank) for rank in holders]
+    for tensor, all_wants in wanted.items():
+        all_holds = {id(of[tensor]): of[tensor] for of in held if tensor in of}
+        key = (tuple(all_wants), tuple(all_holds))
+        if key not in known.missing:
+            want_boxes = [one.box for wants in all_wants.values() for one in wants]
+            held_boxes = [one.box for holds in all_holds.values() for one in holds]
             cells = Cells([*want_boxes, *held_boxes])
-            found[key] = cells.elements((cells.count(want_boxes) > 0) & (cells.count(held_boxes) == 0))
-        total += found[key]
-    return total
+            known.missing[key] = cells.elements((cells.count(want_boxes) > 0) & (cells.count(held_boxes) == 0))
+        found[tensor] = known.missing[key]
+    return found
 
 
 def check_arrivals(plan: Plan, part: RankPlan, known: Known | None = None) -> None:
@@ -146,6 +189,9 @@ def check_arrivals(plan: Plan, part: RankPlan, known: Known | None = None) -> No
     arriving: dict[str, list[Box]] = {}
     for move in (*part.copies, *part.receives):
         arriving.setdefault(move.tensor, []).append(move.box)
+        if move.passed_on:
+            _check_passed_on(plan, move, known)
+            continue
         holds = plan.src_index.of_rank(move.src_rank).get(move.tensor, ())
         if (id(holds), move.box) not in known.held:
             inside = any(one.box.contains(move.box) for one in holds)
@@ -162,6 +208,18 @@ def check_arrivals(plan: Plan, part: RankPlan, known: Known | None = None) -> No
         if (key := (id(wants), tuple(boxes), places)) not in known.filled:
             _check_tensor(tensor, wants, boxes, echoes, part.rank)
             known.filled.add(key)
+
+
+def _check_passed_on(plan: Plan, move: Move, known: Known) -> None:
+    """Assert that the sender itself receives the block, from a source of another node."""
+    key = (move.src_rank, move.tensor, move.box)
+    if key in known.crossed:
+        return
+    brought = Move(move.tensor, move.box, move.origin, move.src_rank)
+    assert brought in plan.into(move.src_rank, move.tensor), f"reshard: {move} is passed on by a rank that lacks it"
+    assert plan.topology.link(move.origin, move.src_rank) is Link.ACROSS_NODES, f"reshard: {move} crosses no node"
+    assert plan.topology.link(move.src_rank, move.dst_rank) is Link.SAME_NODE, f"reshard: {move} leaves its node"
+    known.crossed.add(key)
 
 
 def _check_tensor(

@@ -1,5 +1,6 @@
 """Carries out one rank's part of a plan: local copies, packed messages, two buckets under way at a time."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -11,7 +12,8 @@ from rlhf.metrics.timers import Kind, SpanFn, no_span
 from rlhf.reshard.bucket import Bucket, Message
 from rlhf.reshard.index import HolderIndex
 from rlhf.reshard.layout import Box, ModelLayout, ParamLayout
-from rlhf.reshard.plan import RankPlan
+from rlhf.reshard.plan import Move, RankPlan
+from rlhf.reshard.staging import Staging
 from rlhf.reshard.transport import Parcel, Pending, Transport, torch_dtype
 
 
@@ -37,29 +39,6 @@ class LocalParams:
         return self._params[one.param].detach()[one.param_box(box).slices]
 
 
-class Staging:
-    """Two flat buffers, used in turn: while one bucket is under way the next is packed into the other.
-
-    They are kept from one transfer to the next; `num_bytes` is all that a transfer needs beyond the parameters.
-    """
-
-    def __init__(self, buckets: Sequence[Bucket], dtype: str) -> None:
-        self._elements = [max((bucket.num_elements for bucket in buckets[at::2]), default=0) for at in (0, 1)]
-        self._dtype = torch_dtype(dtype)
-        self._buffers: list[Tensor] = []
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of both buffers."""
-        return sum(self._elements) * self._dtype.itemsize
-
-    def buffer(self, number: int, device: torch.device) -> Tensor:
-        """The buffer for bucket `number`."""
-        if not self._buffers or self._buffers[0].device != device:
-            self._buffers = [torch.empty(count, dtype=self._dtype, device=device) for count in self._elements]
-        return self._buffers[number % 2]
-
-
 class Destination(Protocol):
     """Where one rank's blocks go: its own parameters (`Params`), or windows on those of another process."""
 
@@ -71,6 +50,9 @@ class Destination(Protocol):
 
     def arrived(self, message: Message, data: Tensor) -> None:
         """A message lies in `data`, which is its room where it has one. Called for each message, in their order."""
+
+    def held(self, move: Move) -> Tensor:
+        """A block that arrived, as a view, to be passed on. Asked for only when the plan's fanout is `node`."""
 
     def own(self) -> None:
         """Take what the rank gives to itself, as far as there is a place for it; called again and again."""
@@ -92,13 +74,17 @@ class Params:
 
     def room(self, message: Message) -> Tensor | None:
         """See `Destination.room`: the parameter itself, where the message is one contiguous block of it."""
-        return _contiguous(message, self._dst, self._device)
+        return _contiguous(self.held(message.moves[0]), self._device) if len(message.moves) == 1 else None
 
     def arrived(self, message: Message, data: Tensor) -> None:
         """See `Destination.arrived`."""
         if self.room(message) is None:
-            for view, flat in _cut(message, data, self._dst):
-                view.copy_(flat)
+            for move, flat in _cut(message, data):
+                self.held(move).copy_(flat)
+
+    def held(self, move: Move) -> Tensor:
+        """See `Destination.held`."""
+        return self._dst.view(move.tensor, move.box)
 
     def own(self) -> None:
         """See `Destination.own`: all at once."""
@@ -129,20 +115,25 @@ def execute(
     Reads the source parameters as they are and hands each destination element over once. `device` is where the
     transport works; parameters elsewhere are staged through it. `span` names each bucket, for timelines.
     """
+    staging.begin()
     with torch.no_grad():
-        under_way: list[_Transfer] = []
+        under_way: deque[_Transfer] = deque()
         for number, bucket in enumerate(buckets):
-            while under_way and (len(under_way) > 1 or not dst.admits(bucket)):
-                under_way.pop(0).finish()
+            while under_way and _must_wait(under_way, bucket, dst):
+                under_way.popleft().finish()
             with span(f"post bucket {number}"):
-                buffer = staging.buffer(number, device)
-                under_way.append(_Transfer(number, bucket, src, dst, transport, buffer, span))
+                under_way.append(_Transfer(number, bucket, src, dst, transport, staging, device, span))
             with span("copy own"):
                 dst.own()
-        for transfer in under_way:
-            transfer.finish()
+        while under_way:
+            under_way.popleft().finish()
         with span("finish"):
             dst.finish()
+
+
+def _must_wait(under_way: Sequence["_Transfer"], bucket: Bucket, dst: Destination) -> bool:
+    """Whether the oldest bucket under way must be done before the next starts."""
+    return len(under_way) > 1 or under_way[0].number <= bucket.after or not dst.admits(bucket)
 
 
 class _Transfer:
@@ -155,55 +146,58 @@ class _Transfer:
         src: LocalParams,
         dst: Destination,
         transport: Transport,
-        buffer: Tensor,
+        staging: Staging,
+        device: torch.device,
         span: SpanFn,
     ) -> None:
-        self._number, self._span = number, span
-        self._dst, self._buffer, self._used = dst, buffer, 0
-        self._incoming = [(message, self._landing(message)) for message in bucket.receives]
+        self.number, self._span, self._src, self._dst = number, span, src, dst
+        rooms = [(message, dst.room(message)) for message in bucket.receives]
+        ready = [(message, self._ready(message, device)) for message in bucket.sends]
+        staged = sum(message.num_elements for message, place in (*rooms, *ready) if place is None)
+        self._free = staging.take(number, staged, device)
+        self._incoming = [(message, self._take(message) if room is None else room) for message, room in rooms]
         parcels = [Parcel(message.src_rank, data) for message, data in self._incoming]
-        self._pending: Pending = transport.post(parcels, self._packed(bucket.sends, src))
+        self._pending: Pending = transport.post(parcels, self._packed(ready))
 
     def finish(self) -> None:
         """Wait, then put what arrived where it belongs."""
-        with self._span(f"bucket {self._number}", Kind.WAIT):
+        with self._span(f"bucket {self.number}", Kind.WAIT):
             self._pending.wait()
-        with self._span(f"unpack bucket {self._number}"):
+        with self._span(f"unpack bucket {self.number}"):
             for message, data in self._incoming:
                 self._dst.arrived(message, data)
 
-    def _landing(self, message: Message) -> Tensor:
-        room = self._dst.room(message)
-        return self._take(message) if room is None else room
-
-    def _packed(self, messages: Sequence[Message], src: LocalParams) -> Iterator[Parcel]:
-        for message in messages:
-            data = _contiguous(message, src, self._buffer.device)
-            if data is None:
-                data = self._take(message)
-                for view, flat in _cut(message, data, src):
-                    flat.copy_(view)
+    def _packed(self, ready: Sequence[tuple[Message, Tensor | None]]) -> Iterator[Parcel]:
+        for message, place in ready:
+            data = self._take(message) if place is None else place
+            if place is None:
+                for move, flat in _cut(message, data):
+                    flat.copy_(self._read(move))
             yield Parcel(message.dst_rank, data)
 
+    def _ready(self, message: Message, device: torch.device) -> Tensor | None:
+        """A message to send as it lies there, when nothing need be packed."""
+        return _contiguous(self._read(message.moves[0]), device) if len(message.moves) == 1 else None
+
+    def _read(self, move: Move) -> Tensor:
+        return self._dst.held(move) if move.passed_on else self._src.view(move.tensor, move.box)
+
     def _take(self, message: Message) -> Tensor:
-        self._used += message.num_elements
-        return self._buffer[self._used - message.num_elements : self._used]
+        taken, self._free = self._free[: message.num_elements], self._free[message.num_elements :]
+        return taken
 
 
-def _contiguous(message: Message, params: LocalParams, device: torch.device) -> Tensor | None:
-    """The message as it lies in the parameter, when it is one block, contiguous, where the transport can reach it."""
-    if len(message.moves) > 1:
-        return None
-    view = params.view(message.moves[0].tensor, message.moves[0].box)
+def _contiguous(view: Tensor, device: torch.device) -> Tensor | None:
+    """A block as flat memory, when it is contiguous, where the transport can reach it."""
     return view.view(-1) if view.is_contiguous() and view.device == device else None
 
 
-def _cut(message: Message, data: Tensor, params: LocalParams) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each block of a message: (view of the parameter, its part of the packed data in the same shape)."""
+def _cut(message: Message, data: Tensor) -> Iterator[tuple[Move, Tensor]]:
+    """Each block of a message with its part of the packed data in the block's shape."""
     at = 0
     for move in message.moves:
         count = move.box.num_elements
-        yield params.view(move.tensor, move.box), data[at : at + count].view(move.box.shape)
+        yield move, data[at : at + count].view(move.box.shape)
         at += count
 
 

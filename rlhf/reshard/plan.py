@@ -1,18 +1,18 @@
 """Who sends which block of which tensor to whom, from two layouts alone: pure integers, no communication.
 
-Every rank plans only its own part, and both ends of a move come to the same by the same rule. A destination rank takes
-a wanted block from itself if it holds it, else from a rank of its node, else from any; among equals the wanters of a
-block are dealt out in turn, so that the load of its holders differs by at most one such block.
+Every rank plans only its own part, and both ends of a move come to the same by the same rule (`sources.py`): what a
+rank wants is cut along the boxes that others hold, the nearest first.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Generator, Iterator, Mapping
 from dataclasses import dataclass
 
 from rlhf.errors import LayoutError
 from rlhf.reshard.index import HolderIndex
 from rlhf.reshard.layout import Box, ModelLayout, ParamLayout
 from rlhf.reshard.match import check_holdings, check_names_shapes_dtypes, check_whole
-from rlhf.reshard.topology import Topology
+from rlhf.reshard.sources import Sources
+from rlhf.reshard.topology import Fanout, Topology, by_node
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,13 @@ class Move:
     box: Box
     src_rank: int
     dst_rank: int
+    origin: int = -1
+    """When src_rank passes on what it received into its destination parameters: the rank that sent it to that one."""
+
+    @property
+    def passed_on(self) -> bool:
+        """Whether it is read from the sender's destination parameters and not from its source."""
+        return self.origin >= 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +51,45 @@ class RankPlan:
     """From this rank to itself."""
     receives: tuple[Move, ...]
     sends: tuple[Move, ...]
+    """To other ranks; those that are passed on can leave only after they were received."""
     echoes: tuple[Echo, ...]
+    relayed: tuple[Move, ...] = ()
+    """Moves by which other ranks pass on what this rank sent them."""
+
+    @property
+    def given(self) -> tuple[Move, ...]:
+        """Everything that comes from this rank's source parameters, whoever brings it to its destination."""
+        return (*self.copies, *(move for move in self.sends if not move.passed_on), *self.relayed)
+
+    def only(self, tensors: Container[str]) -> "RankPlan":
+        """The part that concerns some tensors."""
+        return RankPlan(
+            rank=self.rank,
+            copies=tuple(move for move in self.copies if move.tensor in tensors),
+            receives=tuple(move for move in self.receives if move.tensor in tensors),
+            sends=tuple(move for move in self.sends if move.tensor in tensors),
+            echoes=tuple(echo for echo in self.echoes if echo.tensor in tensors),
+            relayed=tuple(move for move in self.relayed if move.tensor in tensors),
+        )
 
 
 class Plan:
     """The moves between two layouts of one model; made by `make_plan`, worked out rank by rank when asked."""
 
-    def __init__(self, src: ModelLayout, dst: ModelLayout, topology: Topology) -> None:
-        self.src, self.dst, self.topology = src, dst, topology
+    def __init__(self, src: ModelLayout, dst: ModelLayout, topology: Topology, fanout: Fanout) -> None:
+        self.src, self.dst, self.topology, self.fanout = src, dst, topology, fanout
         self.src_index, self.dst_index = HolderIndex(src), HolderIndex(dst)
         self.order: Mapping[str, int] = {name: at for at, name in enumerate(src.tensors)}
         """Place of each tensor in the order that all ranks share."""
         self.ranks: tuple[int, ...] = tuple(sorted({*src.ranks, *dst.ranks}))
         """Ranks of either pool, ascending."""
-        self._sources: dict[tuple[str, Box], dict[int, int]] = {}
+        if self.ranks[-1] >= len(topology.nodes):
+            raise LayoutError(
+                f"reshard: rank {self.ranks[-1]} has no node; the topology knows {len(topology.nodes)} ranks; needs all"
+            )
+        self.on_node: Mapping[int, tuple[int, ...]] = by_node(self.ranks, topology)
+        """Ranks of either pool on each node, ascending."""
+        self._sources = Sources(self.src_index, self.dst_index, topology, self.order)
         self._cuts: dict[tuple[str, Box], tuple[tuple[Box, Box], ...] | None] = {}
 
     def of(self, rank: int) -> RankPlan:
@@ -73,6 +105,7 @@ class Plan:
             receives=self._sorted(move for move in moves if move.src_rank != rank),
             sends=self._sorted(self._sends(rank)),
             echoes=tuple(found for found in into if isinstance(found, Echo)),
+            relayed=self._sorted(self._relayed(rank)) if self.fanout is Fanout.NODE else (),
         )
 
     def into(self, dst_rank: int, tensor: str) -> Iterator[Move | Echo]:
@@ -88,30 +121,53 @@ class Plan:
                 common = [(part, part.intersect(earlier.box)) for part in fresh]
                 yield from (Echo(tensor, box, earlier, want) for _, box in common if box is not None)
                 fresh = [left for part in fresh for left in part.minus(earlier.box)]
-            yield from self._cover(fresh, dst_rank, tensor)
+            left = yield from self._cover(fresh, dst_rank, tensor)
+            if left and self.fanout is Fanout.NODE:
+                yield from self._crossing(want.box, [one.box for one in wants[:at]], dst_rank, tensor)
+            elif left:
+                raise LayoutError(
+                    f"reshard: no source rank holds {tensor} at {left[0].spans}; correct the source layout"
+                )
 
-    def _cover(self, wanted: list[Box], dst_rank: int, tensor: str) -> Iterator[Move]:
-        """Cut wanted blocks along the source boxes, nearest holders first."""
-        cuts = self._cuts_of(tensor, wanted[0]) if len(wanted) == 1 else None
+    def _cover(self, wanted: list[Box], dst_rank: int, tensor: str) -> Generator[Move, None, list[Box]]:
+        """Cut wanted blocks along the source boxes, nearest holders first; returns what is left.
+
+        With fanout `node`, along the boxes held on the rank's node only.
+        """
+        cuts = self._cuts_of(tensor, wanted[0]) if len(wanted) == 1 and self.fanout is Fanout.DIRECT else None
         if cuts is not None:
             for box, src_box in cuts:
                 yield Move(tensor, box, self._source(tensor, src_box, dst_rank), dst_rank)
-            return
-        near = [box for box in self.src_index.boxes(tensor) if any(part.intersect(box) is not None for part in wanted)]
-        if len(near) > 1:
-            near.sort(key=lambda box: self._distance(self._source(tensor, box, dst_rank), dst_rank))
-        for box in near:
+            return []
+        sources = []
+        for box in self.src_index.boxes(tensor):
+            if any(part.intersect(box) is not None for part in wanted):
+                near = self._sources.near(tensor, box, dst_rank)
+                if near is not None:
+                    sources.append((int(near != dst_rank), near, box))
+                elif self.fanout is Fanout.DIRECT:
+                    sources.append((2, self._sources.far(tensor, box, dst_rank), box))
+        for _, source, box in sorted(sources, key=lambda found: found[0]):
             rest = []
             for part in wanted:
                 common = part.intersect(box)
                 if common is None:
                     rest.append(part)
                     continue
-                yield Move(tensor, common, self._source(tensor, box, dst_rank), dst_rank)
+                yield Move(tensor, common, source, dst_rank)
                 rest.extend(part.minus(common))
             wanted = rest
-        if wanted:
-            raise LayoutError(f"reshard: no source rank holds {tensor} at {wanted[0].spans}; correct the source layout")
+        return wanted
+
+    def _crossing(self, wanted: Box, earlier: list[Box], dst_rank: int, tensor: str) -> Iterator[Move]:
+        """What a rank takes across, or from the rank of its node that did, of a want that earlier ones do not cover."""
+        for one in self._sources.crossings(tensor, self.topology.nodes[dst_rank]):
+            if not wanted.contains(one.box) or any(box.contains(one.box) for box in earlier):
+                continue
+            if one.first == dst_rank:
+                yield Move(tensor, one.box, one.source, dst_rank)
+            elif dst_rank in one.others:
+                yield Move(tensor, one.box, one.first, dst_rank, origin=one.source)
 
     def _cuts_of(self, tensor: str, wanted: Box) -> tuple[tuple[Box, Box], ...] | None:
         """(part of a wanted block, source box with it) where source boxes do not overlap: the same for every rank.
@@ -129,63 +185,41 @@ class Plan:
 
     def _sends(self, rank: int) -> Iterator[Move]:
         for tensor, held in self.src_index.of_rank(rank).items():
-            takers = {
-                taker
-                for box in {one.box for one in held}
-                for taker, source in self._sources_of(tensor, box).items()
-                if source == rank and taker != rank
-            }
+            takers = {taker for box in {one.box for one in held} for taker in self._takers(tensor, box, rank)}
             for taker in sorted(takers):
                 for found in self.into(taker, tensor):
-                    if isinstance(found, Move) and found.src_rank == rank:
+                    if isinstance(found, Move) and found.src_rank == rank and not found.passed_on:
                         yield found
+        for tensor in self.dst_index.of_rank(rank) if self.fanout is Fanout.NODE else ():
+            for one in self._sources.crossings(tensor, self.topology.nodes[rank]):
+                if one.first == rank:
+                    yield from (Move(tensor, one.box, rank, other, origin=one.source) for other in one.others)
+
+    def _relayed(self, rank: int) -> Iterator[Move]:
+        for tensor, held in self.src_index.of_rank(rank).items():
+            for node in {node for one in held for node in self._sources.nodes_served(tensor, one.box, rank)}:
+                for one in self._sources.crossings(tensor, node):
+                    if one.source == rank:
+                        yield from (Move(tensor, one.box, one.first, other, origin=rank) for other in one.others)
+
+    def _takers(self, tensor: str, box: Box, rank: int) -> Iterator[int]:
+        """Other ranks that may take a part of its source box from a rank."""
+        yield from self._sources.near_takers(tensor, box, rank)
+        if self.fanout is Fanout.DIRECT:
+            yield from self._sources.far_takers(tensor, box, rank)
+            return
+        for node in self._sources.nodes_served(tensor, box, rank):
+            yield from (one.first for one in self._sources.crossings(tensor, node) if one.source == rank)
 
     def _source(self, tensor: str, box: Box, dst_rank: int) -> int:
-        return self._sources_of(tensor, box)[dst_rank]
-
-    def _sources_of(self, tensor: str, box: Box) -> dict[int, int]:
-        """For every rank that wants a part of a source box: the holder it takes it from."""
-        key = (tensor, box)
-        if key not in self._sources:
-            self._sources[key] = self._deal(tensor, box)
-        return self._sources[key]
-
-    def _deal(self, tensor: str, box: Box) -> dict[int, int]:
-        holders = self.src_index.ranks(tensor, box)
-        on_node: dict[int, list[int]] = {}
-        for holder in holders:
-            on_node.setdefault(self.topology.nodes[holder], []).append(holder)
-        wanters = {
-            rank
-            for wanted in self.dst_index.boxes(tensor)
-            if wanted.intersect(box) is not None
-            for rank in self.dst_index.ranks(tensor, wanted)
-        }
-        # Turns start elsewhere for each tensor, so that what does not divide evenly does not pile up on the first.
-        turns: dict[int, int] = {}
-        held, dealt = set(holders), {}
-        for wanter in sorted(wanters):
-            if wanter in held:
-                dealt[wanter] = wanter
-                continue
-            node = self.topology.nodes[wanter]
-            group = on_node.get(node, holders)
-            turn_of = node if node in on_node else -1
-            turn = turns.get(turn_of, self.order[tensor])
-            dealt[wanter] = group[turn % len(group)]
-            turns[turn_of] = turn + 1
-        return dealt
-
-    def _distance(self, src_rank: int, dst_rank: int) -> int:
-        if src_rank == dst_rank:
-            return 0
-        return 1 if self.topology.nodes[src_rank] == self.topology.nodes[dst_rank] else 2
+        near = self._sources.near(tensor, box, dst_rank)
+        return self._sources.far(tensor, box, dst_rank) if near is None else near
 
     def _sorted(self, moves: Iterator[Move]) -> tuple[Move, ...]:
         return tuple(sorted(moves, key=lambda m: (self.order[m.tensor], m.box.spans, m.src_rank, m.dst_rank)))
 
 
-def make_plan(src: ModelLayout, dst: ModelLayout, topology: Topology) -> Plan:
+def make_plan(src: ModelLayout, dst: ModelLayout, topology: Topology, *, fanout: Fanout = Fanout.DIRECT) -> Plan:
     """The plan that fills `dst` from `src`. Pure: the same on every rank, no communication.
 
     Raises:
@@ -195,11 +229,7 @@ def make_plan(src: ModelLayout, dst: ModelLayout, topology: Topology) -> Plan:
     check_names_shapes_dtypes(src, dst)
     check_holdings(src, "source")
     check_holdings(dst, "destination")
-    plan = Plan(src, dst, topology)
-    if plan.ranks[-1] >= len(topology.nodes):
-        raise LayoutError(
-            f"reshard: rank {plan.ranks[-1]} has no node; the topology knows {len(topology.nodes)} ranks; needs all"
-        )
+    plan = Plan(src, dst, topology, fanout)
     check_whole(plan.src_index, "source")
     check_whole(plan.dst_index, "destination")
     return plan

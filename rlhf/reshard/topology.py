@@ -1,8 +1,8 @@
 """Which ranks share a machine, and what kind of link lies between two ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 
 
 class Link(Enum):
@@ -11,6 +11,15 @@ class Link(Enum):
     SAME_RANK = "same rank"
     SAME_NODE = "same node"
     ACROSS_NODES = "across nodes"
+
+
+class Fanout(StrEnum):
+    """How a block reaches several ranks of a node that does not hold it."""
+
+    DIRECT = "direct"
+    """Each takes it across by itself."""
+    NODE = "node"
+    """One takes it across and passes it on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +44,11 @@ class Topology:
         if a == b:
             return Link.SAME_RANK
         return Link.SAME_NODE if self.nodes[a] == self.nodes[b] else Link.ACROSS_NODES
+
+
+def by_node(ranks: Iterable[int], topology: Topology) -> Mapping[int, tuple[int, ...]]:
+    """The given ranks of each node, ascending."""
+    found: dict[int, list[int]] = {}
+    for rank in sorted(ranks):
+        found.setdefault(topology.nodes[rank], []).append(rank)
+    return {node: tuple(there) for node, there in found.items()}

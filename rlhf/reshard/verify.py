@@ -44,7 +44,7 @@ def given_sums(part: RankPlan, src: LocalParams) -> dict[int, dict[str, Tensor]]
     """Checksums of what this rank gives, by destination rank and tensor, from its source parameters."""
     of_block: dict[tuple[str, Box], Tensor] = {}
     found: dict[int, dict[str, Tensor]] = {}
-    for move in (*part.copies, *part.sends):
+    for move in part.given:
         key = (move.tensor, move.box)
         if key not in of_block:
             of_block[key] = checksum(*key, src.view(*key)).cpu()

@@ -1,49 +1,29 @@
 """Moves a model's weights from one layout into another, as often as asked, by a plan that is made and proved once."""
 
+import hashlib
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rlhf.errors import WeightSyncError
+from rlhf.errors import LayoutError, WeightSyncError
 from rlhf.metrics.timers import Kind, SpanFn, no_span
-from rlhf.reshard.bucket import buckets_of, digests, messages_of
-from rlhf.reshard.check import Certificate, RankTraffic, check_arrivals, rank_traffic, ratio
-from rlhf.reshard.execute import LocalParams, Params, Staging, execute
+from rlhf.reshard.bucket import digests
+from rlhf.reshard.check import Certificate, RankTraffic, check_arrivals, rank_traffic
+from rlhf.reshard.execute import LocalParams, Params, execute
 from rlhf.reshard.layout import ModelLayout
-from rlhf.reshard.plan import Plan, make_plan
-from rlhf.reshard.topology import Link, Topology
+from rlhf.reshard.plan import make_plan
+from rlhf.reshard.routes import Route, RouteCache, Routes
+from rlhf.reshard.stats import NOTHING_MOVED, RankShare, ReshardStats
+from rlhf.reshard.topology import Fanout, Link, Topology
 from rlhf.reshard.transport import GroupTransport
 from rlhf.reshard.verify import compare_weights
 
 DEFAULT_BUCKET_BYTES = 64 * 2**20
 """Large enough for gloo's best rate (64 MiB), small beside a shard."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReshardStats:
-    """One transfer, over all ranks of both pools. Bytes are counted where they moved."""
-
-    received: Mapping[Link, int]
-    """By link; SAME_RANK are copies inside a rank. A rank of neither pool has zeros."""
-    bound: int
-    """The least number of bytes that must pass between ranks."""
-    seconds: float
-    """From this rank's call until all ranks were done."""
-
-    @property
-    def moved(self) -> int:
-        """Bytes that passed between ranks."""
-        return self.received[Link.SAME_NODE] + self.received[Link.ACROSS_NODES]
-
-    @property
-    def ratio(self) -> float:
-        """Moved over bound."""
-        return ratio(self.moved, self.bound)
 
 
 class WeightSync:
@@ -52,7 +32,8 @@ class WeightSync:
     Making it is collective over `group`, which holds exactly the ranks of both pools; a rank of neither pool passes
     `group=None`, and all its calls return at once. `src` and `dst` are the same on every rank. `device` is where the
     group's transport works (default: CPU, for gloo); parameters may lie elsewhere. With `verify`, each transfer ends
-    with a comparison of checksums taken from the parameters of both sides (one more read of each, one small gather).
+    with a comparison of checksums taken from the parameters of both sides. Transfers made with one `cache`, on every
+    rank alike, share plan and buffers when their layouts say the same; they must not run at the same time.
 
     Raises:
         LayoutError: The layouts do not fit each other (named, the same on every rank).
@@ -68,102 +49,172 @@ class WeightSync:
         group: ProcessGroup | None,
         device: torch.device | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        fanout: Fanout = Fanout.DIRECT,
         verify: bool = True,
+        cache: RouteCache | None = None,
         span: SpanFn = no_span,
     ) -> None:
-        plan = make_plan(src, dst, topology)
         self.certificate: Certificate | None = None
-        """Of the whole transfer; None on a rank of neither pool."""
-        self._route: _Route | None = None
-        if group is not None:
-            self._route = _Route(plan, group, device or torch.device("cpu"), bucket_bytes, verify=verify, span=span)
-            self.certificate = self._route.certify()
+        """Of a complete transfer; None on a rank of neither pool."""
+        self._way: _Way | None = None
+        if group is None:
+            make_plan(src, dst, topology, fanout=fanout)  # refuses what the others refuse
+        else:
+            cache = cache or RouteCache()
+            routes = cache.routes(src, dst, topology, fanout, rank=dist.get_rank(), bucket_bytes=bucket_bytes)
+            self._way = _Way(routes, group, device or torch.device("cpu"), verify=verify, span=span)
+            self.certificate = self._way.certify()
 
-    def update_weights(self, src_params: Mapping[str, Tensor], dst_params: Mapping[str, Tensor]) -> ReshardStats:
+    def update_weights(
+        self,
+        src_params: Mapping[str, Tensor],
+        dst_params: Mapping[str, Tensor],
+        *,
+        changed: Collection[str] | None = None,
+    ) -> ReshardStats:
         """Fill the destination parameters from the source parameters. Collective over the group.
 
         The caller has synchronised the source parameters; they are read as they are. A rank outside one of the pools
         passes an empty mapping for it.
 
+        Args:
+            src_params: This rank's source parameters by the names of its layout.
+            dst_params: This rank's destination parameters.
+            changed: Logical tensors that may differ from those of the last transfer, the same on every rank; only they
+                are sent. None: all. The first transfer, one after `forget`, and one after a failure send all.
+
         Raises:
-            LayoutError: A parameter is missing, too small, or of another dtype than its layout says.
-            WeightSyncError: The two sides do not hold the same weights afterwards; on all ranks.
+            LayoutError: A parameter is missing, too small, or of another dtype than its layout says, or `changed` names
+                an unknown tensor. Nothing was moved; the other ranks raise WeightSyncError.
+            WeightSyncError: The two sides do not hold the same weights afterwards, or ranks disagree on what changed;
+                on all ranks.
         """
-        if self._route is None:
-            return ReshardStats(dict.fromkeys(Link, 0), 0, 0.0)
-        return self._route.run(src_params, dst_params)
+        return NOTHING_MOVED if self._way is None else self._way.run(src_params, dst_params, changed)
+
+    def forget(self) -> None:
+        """The destination may have lost its weights (restart, release of memory): the next transfer sends all.
+
+        Local; enough when one rank of the group calls it.
+        """
+        if self._way is not None:
+            self._way.complete_next = True
 
 
-class _Route:
-    """One rank's part of a transfer, ready to run."""
+class _Way:
+    """One rank's standing part of a transfer."""
 
     def __init__(
-        self, plan: Plan, group: ProcessGroup, device: torch.device, bucket_bytes: int, *, verify: bool, span: SpanFn
+        self, routes: Routes, group: ProcessGroup, device: torch.device, *, verify: bool, span: SpanFn
     ) -> None:
-        self._plan, self._group, self._device, self._verify, self._span = plan, group, device, verify, span
-        self._rank = dist.get_rank()
-        if tuple(sorted(dist.get_process_group_ranks(group))) != plan.ranks:
+        self._routes, self._group, self._device, self._verify, self._span = routes, group, device, verify, span
+        self._plan, self._rank = routes.plan, dist.get_rank()
+        self.complete_next = True
+        if tuple(sorted(dist.get_process_group_ranks(group))) != self._plan.ranks:
             raise WeightSyncError(
                 f"reshard: the group holds ranks {sorted(dist.get_process_group_ranks(group))}; needs the ranks of "
-                f"both pools, {list(plan.ranks)}; make the group from the two layouts"
+                f"both pools, {list(self._plan.ranks)}; make the group from the two layouts"
             )
-        self._part = plan.of(self._rank)
-        self._receives, self._sends = messages_of(plan, self._part, bucket_bytes)
-        self._buckets = buckets_of(self._receives, self._sends, max(1, bucket_bytes // plan.src.item_bytes))
-        self._staging = Staging(self._buckets, plan.src.dtype)
-        self._transport = GroupTransport(group, plan.topology)
-        self._bound = 0
+        self._transport = GroupTransport(group, self._plan.topology)
 
     def certify(self) -> Certificate:
         """Prove this rank's part, compare both ends of every pair, and gather all ranks' traffic. Collective."""
-        check_arrivals(self._plan, self._part)
-        own = rank_traffic(self._plan, self._part)
-        self._compare_ends()
+        check_arrivals(self._plan, self._routes.part)
+        own, route = rank_traffic(self._plan, self._routes.part), self._routes.route()
+        self._compare_ends(route)
         links = list(Link)
         row = [own.received[link] for link in links] + [own.sent[link] for link in links]
-        rows = self._gather([*row, own.bound, self._staging.num_bytes])
+        rows = self._gather([*row, own.bound, own.far_bound, route.staging_bytes])
         traffic = tuple(
             RankTraffic(
                 rank,
                 dict(zip(links, row[:3], strict=True)),
                 dict(zip(links, row[3:6], strict=True)),
-                row[6],
+                bound=row[6],
+                far_bound=row[7],
             )
             for rank, row in zip(self._plan.ranks, rows, strict=True)
         )
-        certificate = Certificate(traffic, max(row[7] for row in rows))
-        self._bound = certificate.bound
-        return certificate
+        return Certificate(traffic, max(row[8] for row in rows))
 
-    def run(self, src_params: Mapping[str, Tensor], dst_params: Mapping[str, Tensor]) -> ReshardStats:
+    def run(
+        self, src_params: Mapping[str, Tensor], dst_params: Mapping[str, Tensor], changed: Collection[str] | None
+    ) -> ReshardStats:
         """See `WeightSync.update_weights`."""
         start = time.perf_counter()
-        before = dict(self._transport.traffic.received)
-        src = LocalParams(self._plan.src_index, self._rank, src_params, side="source")
-        dst = LocalParams(self._plan.dst_index, self._rank, dst_params, side="destination")
+        src, dst, route = self._agree(src_params, dst_params, changed)
+        self.complete_next = True  # until all went well
+        received, sent = dict(self._transport.traffic.received), sum(self._transport.traffic.sent.values())
         execute(
-            self._buckets,
+            route.buckets,
             src=src,
-            dst=Params(self._part, src, dst, self._device),
+            dst=Params(route.part, src, dst, self._device),
             transport=self._transport,
-            staging=self._staging,
+            staging=self._routes.staging,
             device=self._device,
             span=self._span,
         )
         if self._verify:
             with self._span("compare weights"):
-                compare_weights(self._plan, self._part, src=src, dst=dst, gather=self._gather)
-        received = {link: count - before[link] for link, count in self._transport.traffic.received.items()}
-        received[Link.SAME_RANK] = sum(m.box.num_elements for m in self._part.copies) * self._plan.src.item_bytes
-        totals = torch.tensor([received[link] for link in Link], dtype=torch.int64, device=self._device)
-        with self._span("all done", Kind.WAIT):
-            dist.all_reduce(totals, group=self._group)
-        counted = dict(zip(Link, totals.tolist(), strict=True))
-        return ReshardStats(counted, self._bound, time.perf_counter() - start)
+                # What was not sent is compared too: it shows a tensor that changed against the caller's word.
+                compare_weights(self._plan, self._routes.part, src=src, dst=dst, gather=self._gather)
+        received = {link: count - received[link] for link, count in self._transport.traffic.received.items()}
+        received[Link.SAME_RANK] = sum(m.box.num_elements for m in route.part.copies) * self._plan.src.item_bytes
+        share = RankShare(
+            received=received,
+            sent=sum(self._transport.traffic.sent.values()) - sent,
+            bound=route.bound,
+            far_bound=route.far_bound,
+            staging_bytes=self._routes.staging.num_bytes,
+            staged_bytes=self._routes.staging.used_bytes,
+        )
+        shares = [RankShare.of_row(row) for row in self._gather(share.row(), "all done")]
+        self.complete_next = False
+        return ReshardStats.of(
+            dict(zip(self._plan.ranks, shares, strict=True)),
+            seconds=time.perf_counter() - start,
+            num_tensors=route.num_tensors,
+        )
 
-    def _compare_ends(self) -> None:
+    def _agree(
+        self, src_params: Mapping[str, Tensor], dst_params: Mapping[str, Tensor], changed: Collection[str] | None
+    ) -> tuple[LocalParams, LocalParams, Route]:
+        """Before a byte moves: every rank has its parameters, and all send the same tensors. Collective."""
+        try:
+            src = LocalParams(self._plan.src_index, self._rank, src_params, side="source")
+            dst = LocalParams(self._plan.dst_index, self._rank, dst_params, side="destination")
+            chosen = None if changed is None else self._known(changed)
+        except LayoutError:
+            self._gather([1, 0, 0], "agree")
+            raise
+        rows = self._gather([0, self.complete_next or chosen is None, _digest(chosen)], "agree")
+        refused = [rank for rank, row in zip(self._plan.ranks, rows, strict=True) if row[0]]
+        if refused:
+            raise WeightSyncError(
+                f"reshard: rank {refused[0]} refuses its parameters, so nothing was moved; its own error names the "
+                "parameter; needs those that its layout describes"
+            )
+        if any(row[1] for row in rows):
+            return src, dst, self._routes.route()
+        other = [rank for rank, row in zip(self._plan.ranks, rows, strict=True) if row[2] != rows[0][2]]
+        if other:
+            raise WeightSyncError(
+                f"reshard: ranks {self._plan.ranks[0]} and {other[0]} name different changed tensors; nothing was "
+                "moved; needs one set on every rank; derive it from what all ranks know"
+            )
+        return src, dst, self._routes.route(chosen)
+
+    def _known(self, changed: Collection[str]) -> frozenset[str]:
+        unknown = sorted(set(changed) - self._plan.order.keys())
+        if unknown:
+            raise LayoutError(
+                f"reshard: changed tensor {unknown[0]} is in neither layout; needs names of logical tensors, such as "
+                f"{next(iter(self._plan.order))}"
+            )
+        return frozenset(changed)
+
+    def _compare_ends(self, route: Route) -> None:
         """Raise WeightSyncError unless both ends of every pair of ranks have the same messages in mind."""
-        outgoing, incoming = digests(self._sends), digests(self._receives)
+        outgoing, incoming = digests(route.sends), digests(route.receives)
         ranks, me = self._plan.ranks, self._rank
         rows = self._gather([*(outgoing.get((me, r), 0) for r in ranks), *(incoming.get((r, me), 0) for r in ranks)])
         count = len(ranks)
@@ -172,14 +223,20 @@ class _Route:
                 if rows[a][b] != rows[b][count + a]:
                     raise WeightSyncError(
                         f"reshard: ranks {sender} and {receiver} planned different messages; needs the same layouts, "
-                        "topology and bucket size on every rank; compare their configs and code"
+                        "topology, fanout and bucket size on every rank; compare their configs and code"
                     )
 
-    def _gather(self, numbers: list[int]) -> list[list[int]]:
+    def _gather(self, numbers: list[int], name: str = "gather numbers") -> list[list[int]]:
         """The numbers of all ranks of the group, in order of rank."""
         own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         rows = [torch.empty_like(own) for _ in self._plan.ranks]
-        with self._span("gather numbers", Kind.WAIT):
+        with self._span(name, Kind.WAIT):
             dist.all_gather(rows, own, group=self._group)
         of_rank = dict(zip(dist.get_process_group_ranks(self._group), rows, strict=True))
         return [of_rank[rank].tolist() for rank in self._plan.ranks]
+
+
+def _digest(tensors: frozenset[str] | None) -> int:
+    """63 bits that differ for different sets."""
+    names = "\n".join(sorted(tensors or ()))
+    return int.from_bytes(hashlib.blake2b(names.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,10 +1,11 @@
 """The actor's weights into the rollout engines: one version after another."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from torch import Tensor
 
-from rlhf.reshard.weight_sync import ReshardStats, WeightSync
+from rlhf.reshard.stats import ReshardStats
+from rlhf.reshard.weight_sync import WeightSync
 from rlhf.rollout.engine import RolloutEngine
 
 
@@ -17,20 +18,41 @@ class PolicySync:
         *,
         actor_params: Callable[[], Mapping[str, Tensor]],
         engine: RolloutEngine | None,
+        trained: Collection[str] | None = None,
     ) -> None:
-        """`sync`: None on ranks of neither pool. `actor_params`: this rank's weights, up to date; empty outside."""
-        self._sync, self._actor_params, self._engine = sync, actor_params, engine
+        """Keep the parts.
+
+        Args:
+            sync: None on ranks of neither pool.
+            actor_params: This rank's weights, up to date; empty outside the actor's pool.
+            engine: This rank's part of its engine; None outside the rollout pool.
+            trained: Logical tensors that training may change, the same on every rank; None: all. Others are sent once.
+        """
+        self._sync, self._actor_params, self._engine, self._trained = sync, actor_params, engine, trained
+        self._version: int | None = None
 
     def update_weights(self, *, policy_version: int) -> ReshardStats | None:
         """Move the weights; the engines then hold this version (updates of the actor so far).
 
-        Collective over the pools of actor and engines; other ranks pass through.
+        What cannot have changed since the last call is not sent: all of it when the version is the same. Collective
+        over the pools of actor and engines; other ranks pass through.
         """
         if self._sync is None:
             return None
         stats = self._sync.update_weights(
-            self._actor_params(), self._engine.params() if self._engine is not None else {}
+            self._actor_params(),
+            self._engine.params() if self._engine is not None else {},
+            changed=() if policy_version == self._version else self._trained,
         )
+        self._version = policy_version
         if self._engine is not None:
             self._engine.weights_updated(policy_version)
         return stats
+
+    def forget(self) -> None:
+        """This rank's engine may have lost its weights (restart, release of memory): all are sent the next time.
+
+        Local; one rank of the engine is enough.
+        """
+        if self._sync is not None:
+            self._sync.forget()

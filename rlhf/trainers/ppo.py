@@ -12,7 +12,7 @@ from rlhf.data.prompts import PromptSource
 from rlhf.metrics.timers import Timers
 from rlhf.models.calls import RoleCalls
 from rlhf.models.minibatches import Cut, UpdateReport
-from rlhf.reshard.weight_sync import ReshardStats
+from rlhf.reshard.stats import ReshardStats
 from rlhf.rollout.engine import RolloutEngine
 from rlhf.trainers.driver_state import DriverState, next_state
 from rlhf.trainers.evaluation import Evaluation, EvaluationResult

@@ -25,7 +25,8 @@ from rlhf.metrics.names import (
 )
 from rlhf.metrics.spread import MinMeanMax
 from rlhf.models.minibatches import UpdateReport
-from rlhf.reshard.weight_sync import ReshardStats
+from rlhf.reshard.stats import ReshardStats
+from rlhf.reshard.topology import Link
 from rlhf.trainers.driver_state import DriverState, response_kl
 from rlhf.trainers.shaping import length_penalties
 
@@ -161,14 +162,27 @@ def combine(parts: Mapping[int, StepPart], state: DriverState) -> StepMetrics:
         actor=_actor_metrics(actor) if actor else None,
         critic=_critic_metrics(critic) if critic else None,
         mismatch=MismatchMetrics(mean=total["mismatch"].mean, max=max(0.0, total["mismatch"].high)),
-        sync=SyncMetrics(bytes=sync.moved, bytes_over_bound=sync.ratio, policy_version=state.policy_version)
-        if sync
-        else None,
+        sync=_sync_metrics(sync, state.policy_version) if sync else None,
         rate=RateMetrics(
             tokens_per_s=all_tokens / time["step"].max,
             rollout_tokens_per_s=response_tokens / time["rollout/generate"].max,
         ),
         time=time,
+    )
+
+
+def _sync_metrics(sync: ReshardStats, policy_version: int) -> SyncMetrics:
+    return SyncMetrics(
+        bytes=sync.moved,
+        bytes_over_bound=sync.ratio,
+        copied_bytes=sync.received[Link.SAME_RANK],
+        node_bytes=sync.received[Link.SAME_NODE],
+        far_bytes=sync.received[Link.ACROSS_NODES],
+        far_bytes_over_bound=sync.far_ratio,
+        worst_rank_bytes=sync.most_received,
+        staging_bytes=sync.staging_bytes,
+        tensors=sync.num_tensors,
+        policy_version=policy_version,
     )
 
 

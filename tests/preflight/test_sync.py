@@ -6,8 +6,8 @@ import torch
 
 from rlhf.config.load import load_config
 from rlhf.preflight.sync import sync_certificate, sync_layouts
+from rlhf.reshard.stats import ReshardStats
 from rlhf.reshard.topology import Topology
-from rlhf.reshard.weight_sync import ReshardStats
 from tests.harness.ranks import run_ranks
 from tests.mcore.stand_in import tiny_spec
 from tests.preflight.sync_ranks import sync_all

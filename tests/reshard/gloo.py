@@ -11,10 +11,10 @@ from rlhf.dist.groups import GroupFactory
 from rlhf.errors import LayoutError, WeightSyncError
 from rlhf.reshard.execute import execute
 from rlhf.reshard.layout import ModelLayout
-from rlhf.reshard.topology import Link, Topology
+from rlhf.reshard.topology import Fanout, Link, Topology
 from rlhf.reshard.transport import GroupTransport, Parcel
 from rlhf.reshard.weight_sync import WeightSync
-from tests.reshard.toy import brute_force_bound, empty_params, filled_params, full_tensors
+from tests.reshard.toy import brute_force_bound, brute_force_far, empty_params, filled_params, full_tensors
 
 Pair = tuple[ModelLayout, ModelLayout]
 
@@ -25,14 +25,18 @@ def as_table(layout: ModelLayout) -> ModelLayout:
     return ModelLayout(dict(layout.tensors), layout.dtype, layout.ranks, table.__getitem__)
 
 
-def three_syncs(src: ModelLayout, dst: ModelLayout, topology: Topology, factory: GroupFactory, bucket: int) -> None:
+def three_syncs(
+    src: ModelLayout, dst: ModelLayout, topology: Topology, factory: GroupFactory, bucket: int, fanout: Fanout
+) -> None:
     group = factory.cpu_group([tuple(sorted({*src.ranks, *dst.ranks}))])
-    sync = WeightSync(src, dst, topology=topology, group=group, bucket_bytes=bucket)
+    sync = WeightSync(src, dst, topology=topology, group=group, bucket_bytes=bucket, fanout=fanout)
     rank = dist.get_rank()
     assert (sync.certificate is None) == (group is None)
     if sync.certificate is not None:
         assert sync.certificate.bound == 4 * sum(brute_force_bound(src, dst).values())
-        assert sync.certificate.ratio == 1.0
+        far = brute_force_far(src, dst, topology.nodes, once=fanout is Fanout.NODE)
+        assert sync.certificate.far_bound == 4 * far
+        assert sync.certificate.ratio == sync.certificate.far_ratio == 1.0
         assert 0 <= sync.certificate.staging_bytes <= 2 * bucket
         assert "ratio 1.000" in sync.certificate.render()
     for number in range(3):
@@ -59,7 +63,7 @@ def several_pools(world: int, pairs: Mapping[str, Pair]) -> None:
     for number, (src, dst) in enumerate(pairs.values()):
         topology = Topology.blocks(world, ranks_per_node=(2, 4, 8)[number % 3])
         for bucket in (200, 1 << 20):
-            three_syncs(src, dst, topology, factory, bucket)
+            three_syncs(src, dst, topology, factory, bucket, Fanout.NODE if bucket == 200 else Fanout.DIRECT)
     damage_shows(world, factory, pairs.values())
     refusals(world, factory, *next(iter(pairs.values())))
     ring(world, factory)

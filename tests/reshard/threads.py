@@ -5,8 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from rlhf.reshard.bucket import buckets_of, messages_of
-from rlhf.reshard.execute import LocalParams, Params, Staging, execute
+from rlhf.reshard.execute import LocalParams, Params, execute
 from rlhf.reshard.plan import Plan
+from rlhf.reshard.staging import Staging
 from rlhf.reshard.transport import MemoryHub, Traffic
 
 
@@ -17,13 +18,13 @@ def run_plan(plan: Plan, src_params: dict, dst_params: dict, *, bucket_bytes: in
     def run(rank: int) -> Traffic:
         part, transport = plan.of(rank), hub.transport(rank)
         buckets = buckets_of(*messages_of(plan, part, bucket_bytes), max(1, bucket_bytes // plan.src.item_bytes))
-        staging = Staging(buckets, plan.src.dtype)
-        assert staging.num_bytes <= 2 * max(bucket_bytes, 2 * plan.src.item_bytes)
+        staging = Staging(plan.src.dtype)
         src = LocalParams(plan.src_index, rank, src_params[rank], side="source")
         dst = LocalParams(plan.dst_index, rank, dst_params[rank], side="destination")
         cpu = torch.device("cpu")
         into = Params(part, src, dst, cpu)
         execute(buckets, src=src, dst=into, transport=transport, staging=staging, device=cpu)
+        assert staging.used_bytes <= staging.num_bytes <= 2 * max(bucket_bytes, 2 * plan.src.item_bytes)
         return transport.traffic
 
     with ThreadPoolExecutor(len(plan.ranks)) as pool:

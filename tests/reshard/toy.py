@@ -175,3 +175,14 @@ def elements(layout: ModelLayout, rank: int) -> set[tuple[str, int]]:
 def brute_force_bound(src: ModelLayout, dst: ModelLayout) -> dict[int, int]:
     """For each destination rank: how many distinct elements it wants and does not hold."""
     return {rank: len(elements(dst, rank) - elements(src, rank)) for rank in dst.ranks}
+
+
+def brute_force_far(src: ModelLayout, dst: ModelLayout, nodes: tuple[int, ...], *, once: bool) -> int:
+    """Elements that must come from other nodes: counted for each rank, or `once` for each node."""
+    total = 0
+    for node in set(nodes):
+        there = [rank for rank, at in enumerate(nodes) if at == node]
+        held = set().union(*(elements(src, rank) for rank in there))
+        wanted = [elements(dst, rank) - held for rank in there]
+        total += len(set().union(*wanted)) if once else sum(map(len, wanted))
+    return total

@@ -20,13 +20,19 @@ SETTINGS = (
 )
 
 
-def start(folder: Path, *settings: str, death: str = "9 nowhere SIGKILL", nodes: int = 1) -> LaunchedJob:
+def start(
+    folder: Path,
+    *settings: str,
+    death: str = "9 nowhere SIGKILL",
+    nodes: int = 1,
+    module: str = "tests.scripts.ppo_death_worker",
+) -> LaunchedJob:
     """PPO on two ranks; `death` is rank, phase and signal."""
     make_model_folder(folder / "model")
     config = ("configs/debug/ppo_tiny.yaml", "name=death", f"log.folder={folder}/runs")
     return LaunchedJob(
         folder,
-        *("--module", "tests.scripts.ppo_death_worker"),
+        *("--module", module),
         *(*config, f"actor.model.path={folder}/model", *SETTINGS, *settings),
         nproc=2,
         env={"RLHF_TEST_DEATH": death},
@@ -65,6 +71,15 @@ def test_a_death_in_any_phase_ends_the_job_on_one_node_and_on_two(
         jobs.append(start(folder, death=f"1 {phase} {number}", nodes=nodes))
     for job, phase in zip(jobs, phases, strict=True):
         check_end(job, phase=phase, number=number)
+
+
+def test_a_rank_killed_between_two_buckets_of_a_sync_ends_the_job(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    small = ("rollout.tp=1", "sync.bucket_bytes=4096")
+    job = start(folder, *small, death="1", module="tests.scripts.sync_death_worker")
+    check_end(job, phase="rollout/sync", number="SIGKILL")
+    assert "dies between two buckets" in (job.run_folder / "logs" / "rank_1.log").read_text()
 
 
 def test_a_run_on_two_nodes_stops_at_a_step_when_the_other_node_is_asked(tmp_path: Path) -> None:

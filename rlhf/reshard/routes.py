@@ -1,0 +1,114 @@
+"""One rank's way through a plan, ready to run: cut into buckets once for each set of tensors, then kept."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlhf.reshard.bucket import Bucket, Message, buckets_of, messages_of
+from rlhf.reshard.check import Known, far_bounds, lower_bounds
+from rlhf.reshard.layout import ModelLayout
+from rlhf.reshard.plan import Plan, RankPlan, make_plan
+from rlhf.reshard.staging import Staging
+from rlhf.reshard.topology import Fanout, Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One rank's part of the transfer of some tensors."""
+
+    part: RankPlan
+    receives: tuple[Message, ...]
+    sends: tuple[Message, ...]
+    buckets: tuple[Bucket, ...]
+    bound: int
+    """Bytes that this rank wants and does not hold."""
+    far_bound: int
+    """See `RankTraffic.far_bound`."""
+    num_tensors: int
+    """Logical tensors of the whole transfer."""
+    item_bytes: int
+    """Bytes of one element."""
+
+    @property
+    def staging_bytes(self) -> int:
+        """The most that two buffers can need."""
+        return sum(max((one.num_elements for one in self.buckets[at::2]), default=0) for at in (0, 1)) * self.item_bytes
+
+
+class Routes:
+    """A plan and one rank's routes through it, with the buffers that they share."""
+
+    def __init__(self, plan: Plan, rank: int, bucket_bytes: int) -> None:
+        self.plan, self._bucket_bytes = plan, bucket_bytes
+        self.part = plan.of(rank)
+        """This rank's part of a complete transfer."""
+        self.staging = Staging(plan.src.dtype)
+        known = Known()
+        self._bounds: Mapping[str, int] = lower_bounds(plan, rank, known)
+        self._far_bounds: Mapping[str, int] = far_bounds(plan, rank, known)
+        self._cut: dict[frozenset[str] | None, Route] = {}
+
+    def route(self, tensors: frozenset[str] | None = None) -> Route:
+        """For the given tensors only; None: for all."""
+        if tensors not in self._cut:
+            self._cut[tensors] = self._make(tensors)
+        return self._cut[tensors]
+
+    def _make(self, tensors: frozenset[str] | None) -> Route:
+        plan, item = self.plan, self.plan.src.item_bytes
+        chosen = plan.order.keys() if tensors is None else tensors
+        part = self.part if tensors is None else self.part.only(tensors)
+        receives, sends = messages_of(plan, part, self._bucket_bytes)
+        return Route(
+            part,
+            receives,
+            sends,
+            buckets_of(receives, sends, max(1, self._bucket_bytes // item)),
+            sum(count for tensor, count in self._bounds.items() if tensor in chosen) * item,
+            sum(count for tensor, count in self._far_bounds.items() if tensor in chosen) * item,
+            len(chosen),
+            item,
+        )
+
+
+class RouteCache:
+    """Routes by pair of layouts: several transfers between layouts that say the same share plan, proof and buffers.
+
+    Not for transfers that run at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[object, Routes] = {}
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of layouts seen, each with a topology, a fanout and a bucket size."""
+        return len(self._found)
+
+    def routes(
+        self, src: ModelLayout, dst: ModelLayout, topology: Topology, fanout: Fanout, *, rank: int, bucket_bytes: int
+    ) -> Routes:
+        """Made when the pair is seen for the first time.
+
+        Raises:
+            LayoutError: See `make_plan`.
+        """
+        key = (fingerprint(src), fingerprint(dst), topology, fanout, rank, bucket_bytes)
+        if key not in self._found:
+            self._found[key] = Routes(make_plan(src, dst, topology, fanout=fanout), rank, bucket_bytes)
+        return self._found[key]
+
+
+def fingerprint(layout: ModelLayout) -> object:
+    """Equal for layouts that say the same of the same ranks, whatever objects say it."""
+    seen: dict[int, int] = {}
+    kept: list[object] = []
+    distinct: list[int] = []
+    of_rank: list[int] = []
+    for rank in layout.ranks:
+        held = layout.holdings(rank)
+        if id(held) not in seen:
+            seen[id(held)] = len(kept)
+            kept.append(held)  # an id stays taken while its tuple lives
+            distinct.append(hash(held))
+        of_rank.append(distinct[seen[id(held)]])
+    return (tuple(layout.tensors.items()), layout.dtype, tuple(layout.ranks), tuple(of_rank))
