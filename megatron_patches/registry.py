@@ -8,6 +8,7 @@ from megatron_patches.cpu import (
     torch_norm_refuses_sequence_parallel,
 )
 from megatron_patches.layouts import (
+    kv_head_shared_over_global_tp,
     param_groups_gathered_over_world,
     scratch_memory_of_parallel_state,
     tp_group_asked_of_parallel_state,
@@ -19,6 +20,7 @@ LAYOUTS: tuple[Mend, ...] = (
     param_groups_gathered_over_world.EDIT,
     scratch_memory_of_parallel_state.PATCH,
     tp_group_asked_of_parallel_state.EDIT,
+    kv_head_shared_over_global_tp.EDIT,
 )
 """Needed wherever several layouts share a job."""
 CPU: tuple[Mend, ...] = (

@@ -9,13 +9,22 @@ from rlhf.families.spec import ModelSpec
 def check_layout(spec: ModelSpec, parallel: ParallelConfig, *, where: str) -> None:
     """Raise unless a Megatron layout can hold the model.
 
+    Where tp exceeds the number of KV heads, ranks share them: q, k and v are cut evenly inside a group of heads.
+
     Raises:
-        LayoutError: Heads, KV heads or the MLP cannot be cut into tp shards, experts not over ep and etp, or a dense
-            model is to be cut so.
+        LayoutError: Heads, KV heads, the fused q, k and v, or the MLP cannot be cut into tp shards, experts not over ep
+            and etp, or a dense model is to be cut so.
         ConfigError: The pipeline stages cannot hold the layers.
     """
-    _divides(f"{where}.tp", parallel.tp, "num_kv_heads", spec.num_kv_heads)
+    if spec.num_kv_heads % parallel.tp and parallel.tp % spec.num_kv_heads:
+        refuse(
+            f"{where}.tp: {parallel.tp} does not divide the model's num_kv_heads = {spec.num_kv_heads} and is no "
+            f"multiple of it; needs one to divide the other; change {where}.tp",
+            LayoutError,
+        )
     _divides(f"{where}.tp", parallel.tp, "num_heads", spec.num_heads)
+    rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    _divides(f"{where}.tp", parallel.tp, "rows of q, k and v", rows)
     if spec.num_experts:
         _divides(f"{where}.ep", parallel.ep, "num_experts", spec.num_experts)
         _divides(f"{where}.etp", parallel.etp, "moe_ffn_size", spec.moe_ffn_size)

@@ -1,14 +1,17 @@
 """Where each logical tensor lies in the parameters of Megatron's ranks: a pure function of spec and layout.
 
 Holds for both layer specs: parameters go by the names of the local one. Shape of a fused parameter on one rank:
-linear_qkv is, for each of the rank's KV heads, the query heads that share it, then its key, then its value; linear_fc1
-is the rank's slice of gate above its slice of up; so is each expert's, cut over etp instead of tp. Local expert i of
-ep rank r is expert r * experts / ep + i. A stage's layers are numbered from 0 through all its model chunks.
+linear_qkv is the rank's even share of the rows of, for each KV head, the query heads that share it, then its key, then
+its value; linear_fc1 is the rank's slice of gate above its slice of up; so is each expert's, cut over etp instead of
+tp. Local expert i of ep rank r is expert r * experts / ep + i. A stage's layers are numbered from 0 through all its
+model chunks.
 """
 
 import re
+from collections.abc import Set
 from functools import cache
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -17,9 +20,11 @@ from rlhf.families.admissible import check_layout
 from rlhf.families.registry import logical_tensors
 from rlhf.families.spec import Head, LogicalTensor, ModelSpec, Part
 from rlhf.mcore.groups import expert_grid, model_grid
-from rlhf.mcore.model import MegatronModel
 from rlhf.mcore.transformer_config import padded_vocab_size
 from rlhf.reshard.layout import Box, ModelLayout, ParamLayout, Span
+
+if TYPE_CHECKING:  # it asks this module what to freeze
+    from rlhf.mcore.model import MegatronModel
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -80,19 +85,27 @@ def _vocab(spec: ModelSpec, tp: int, tp_rank: int) -> list[_Piece]:
 
 
 def _qkv(spec: ModelSpec, part: Part, tp: int, tp_rank: int) -> list[_Piece]:
-    """Rows of q, k or v in the fused projection: one piece for each KV head of the rank."""
+    """Rows of q, k or v in the fused projection, which is cut evenly: a piece for each KV head that a rank has part of.
+
+    Where tp exceeds the number of KV heads, the cut goes through a group: a rank may hold some of its rows of q, or the
+    end of q and k, or a part of v.
+    """
     dim, queries = spec.head_dim, spec.num_heads // spec.num_kv_heads
-    heads = spec.num_kv_heads // tp
     before, size = {
-        Part.Q: (0, queries),
-        Part.K: (queries, 1),
-        Part.V: (queries + 1, 1),
+        Part.Q: (0, queries * dim),
+        Part.K: (queries * dim, dim),
+        Part.V: ((queries + 1) * dim, dim),
     }[_MATRIX_OF.get(part, part)]
+    group = (queries + 2) * dim
+    rows = spec.num_kv_heads * group // tp
+    first, end = tp_rank * rows, (tp_rank + 1) * rows
     pieces = []
-    for local in range(heads):
-        head = tp_rank * heads + local
-        at = (local * (queries + 2) + before) * dim
-        pieces.append(((head * size * dim, (head + 1) * size * dim), at))
+    for head in range(first // group, -(-end // group)):
+        start = head * group + before
+        low, high = max(first, start), min(end, start + size)
+        if low < high:
+            in_part = head * size - start
+            pieces.append(((low + in_part, high + in_part), low - first))
     return pieces
 
 
@@ -156,7 +169,7 @@ def param_shapes(spec: ModelSpec, parallel: ParallelConfig, *, head: Head, stage
     """Shape of each parameter of any rank of a pipeline stage, by the names of `local_params`."""
     tp, hidden, head_dim = parallel.tp, spec.hidden_size, spec.head_dim
     queries, ffn = spec.num_heads * head_dim // tp, spec.ffn_size // tp
-    qkv = queries + 2 * spec.num_kv_heads * head_dim // tp
+    qkv = (spec.num_heads + 2 * spec.num_kv_heads) * head_dim // tp
     head_rows = 1 if head is Head.VALUE else padded_vocab_size(spec.vocab_size, tp) // tp
     shapes: dict[str, tuple[int, ...]] = {
         EMBEDDING: (padded_vocab_size(spec.vocab_size, tp) // tp, hidden),
@@ -176,6 +189,25 @@ def param_shapes(spec: ModelSpec, parallel: ParallelConfig, *, head: Head, stage
     return {param: shapes.get(_INSIDE_LAYER.sub("", param), (hidden,)) for param in sorted(params)}
 
 
+def frozen_params(
+    spec: ModelSpec, parallel: ParallelConfig, *, head: Head, stage: int, frozen: Set[str]
+) -> frozenset[str]:
+    """Parameters of a pipeline stage, by the names of `local_params`, that hold frozen tensors.
+
+    Args:
+        spec: The model.
+        parallel: Its layout.
+        head: What stands on top of it.
+        stage: The pipeline stage.
+        frozen: Logical names, as `rlhf.families.frozen.frozen_tensors` gives them: whole parameters.
+    """
+    held = _stage_params(spec, parallel, head, stage)
+    stays = {param for tensor, param in held if tensor.name in frozen}
+    mixed = stays & {param for tensor, param in held if tensor.name not in frozen}
+    assert not mixed, f"{sorted(mixed)[0]} holds frozen tensors and others"
+    return frozenset(stays)
+
+
 def megatron_layout(spec: ModelSpec, parallel: ParallelConfig, *, head: Head, dtype: str) -> ModelLayout:
     """What each rank of a Megatron model's pool holds. Pure; no module, no process group.
 
@@ -183,7 +215,7 @@ def megatron_layout(spec: ModelSpec, parallel: ParallelConfig, *, head: Head, dt
     `local_params`.
 
     Raises:
-        LayoutError: The layout cannot hold the model (tp beyond the number of KV heads, for one).
+        LayoutError: The layout cannot hold the model (tp that does not divide its heads, for one).
         ConfigError: The pipeline stages cannot hold the layers.
     """
     check_layout(spec, parallel, where="parallel")
@@ -213,15 +245,16 @@ def megatron_layout(spec: ModelSpec, parallel: ParallelConfig, *, head: Head, dt
     )
 
 
-def local_params(model: MegatronModel) -> dict[str, Tensor]:
+def local_params(model: "MegatronModel") -> dict[str, Tensor]:
     """This rank's parameters by the names of `megatron_layout`, as detached views of their storage.
 
     Ask again after the optimizer was built: its buffers may move the storage.
     """
-    return {_local_name(name): param.detach() for name, param in model.module.named_parameters()}
+    return {local_name(name): param.detach() for name, param in model.module.named_parameters()}
 
 
-def _local_name(name: str) -> str:
+def local_name(name: str) -> str:
+    """Name of a parameter in a layout, from that in the module of either layer spec."""
     for te_name, local_name in _TE_NAMES.items():
         if name.endswith(te_name):
             return name.removesuffix(te_name) + local_name

@@ -71,6 +71,7 @@ def _of_stage(role: ModelRole, stage: int) -> dict[str, int]:
         dtype=role.config.model.dtype,
         trainable=role.is_trained,
         stage=stage,
+        frozen=role.frozen,
     )
     return {
         "parameters": told.parameters,
@@ -86,13 +87,16 @@ def activation_bytes(role: ModelRole, stage: int) -> int:
 
     Of each layer: inputs of norms, projections, attention and MLP, divided over tp (sequence parallel); with full
     recomputation its input alone, and all of one layer at a time. A stage has pp - stage microbatches under way.
+    Where tp exceeds the KV heads, a rank has a whole KV head, and its group's fused rows beside its own.
     Source: arXiv:2205.05198, section 4, written out for gated MLPs and grouped queries.
     """
     spec, parallel = role.spec, role.config.parallel
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     token = ITEM_BYTES[role.config.model.dtype] / parallel.tp
     layer_input = token * spec.hidden_size
-    layer = token * (4 * spec.hidden_size + 3 * queries + 4 * keys + 3 * spec.ffn_size)
+    sharing = max(1, parallel.tp // spec.num_kv_heads)
+    group = sharing * (queries + 2 * keys) if sharing > 1 else 0
+    layer = token * (4 * spec.hidden_size + 3 * queries + 4 * sharing * keys + group + 3 * spec.ffn_size)
     layers = parallel.stage_layers(spec.num_layers, where=f"{role.name}.parallel")[stage]
     if not role.is_trained:
         kept = layer

@@ -56,7 +56,7 @@ def check_logits(root: Path, case: str, parallel: ParallelConfig, groups: ModelG
     load_weights(model, root / case)
     if parallel.tp == 2 and groups.tp_rank == 1 and groups.is_first_stage:
         embedding = model.module.embedding.word_embeddings.weight
-        assert embedding.shape == (66, 42), embedding.shape
+        assert embedding.shape == (66, 48), embedding.shape
         assert (embedding[65] == 0).all(), "131 rows over 2 ranks leave one row of padding"
     packed = pack(sequences(spec.vocab_size), multiple_of=parallel.tp)
     with torch.no_grad():
@@ -110,6 +110,7 @@ LAYOUTS = [
     ParallelConfig(tp=1, pp=2, dp=2),
     ParallelConfig(pp=2, layers_per_stage=(1, 2), first_rank=1),
     ParallelConfig(tp=2, pp=2),
+    ParallelConfig(tp=4),  # twice as many as KV heads
     ParallelConfig(tp=2, pp=2, layers_per_stage=(2, 1)),
     ParallelConfig(tp=1, pp=3, layers_per_stage=(1, 2, 1), first_rank=1),
 ]

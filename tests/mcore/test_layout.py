@@ -23,6 +23,7 @@ def layouts(draw) -> tuple[ModelSpec, ParallelConfig, Head]:
     num_layers = draw(st.integers(1, 7))
     spec = tiny_spec(
         **FAMILIES[draw(st.sampled_from(sorted(FAMILIES)))],
+        num_kv_heads=draw(st.sampled_from([4, 2, 1])),  # shared by tp ranks where there are fewer than those
         vocab_size=draw(st.integers(5, 40)),
         num_layers=num_layers,
         tied_embeddings=draw(st.booleans()),
@@ -108,6 +109,20 @@ def test_qkv_goes_by_kv_head(tp_rank: int, kind: str) -> None:
     assert torch.equal(found.reshape(expected.shape), expected)
 
 
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_more_ranks_than_kv_heads_cut_qkv_inside_a_group(num_kv_heads: int, kind: str) -> None:
+    """Rows of a head are cut too: of one KV head's 72 + 6 + 6 rows each rank has 21, of two 24."""
+    spec = tiny_spec(family="qwen2", qkv_bias=True, num_kv_heads=num_kv_heads)
+    tensors = megatron_layout(spec, ParallelConfig(tp=4), head=Head.LM, dtype="float32").tensors
+    q, k, v = (logical(tensors, f"model.layers.3.self_attn.{x}_proj.{kind}") for x in "qkv")
+    by_group = [x.reshape(num_kv_heads, -1, *x.shape[1:]) for x in (q, k, v)]
+    fused = torch.cat(by_group, dim=1).flatten(0, 1)
+    for rank, expected in enumerate(fused.chunk(4)):
+        found = filled(spec, ParallelConfig(tp=4), rank, f"decoder.layers.3.self_attention.linear_qkv.{kind}")
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("tp_rank", [0, 1])
 def test_gate_lies_above_up(tp_rank: int) -> None:
     spec, parallel = tiny_spec(), ParallelConfig(tp=2, layers_per_stage=(4,))
@@ -156,8 +171,9 @@ def test_chunks_go_round_the_stages_and_a_stage_numbers_their_layers_through() -
 @pytest.mark.parametrize(
     ("numbers", "named"),
     [
-        ({"num_kv_heads": 2}, "num_kv_heads = 2"),
-        ({"num_kv_heads": 6}, "num_kv_heads = 6"),
+        ({"num_kv_heads": 6}, "num_kv_heads = 6 and is no multiple of it"),
+        ({"num_kv_heads": 2, "num_heads": 6}, "num_heads = 6"),
+        ({"num_kv_heads": 1, "num_heads": 4, "head_dim": 3}, "rows of q, k and v = 18"),
         ({"ffn_size": 22}, "ffn_size = 22"),
     ],
 )

@@ -27,6 +27,7 @@ CASES: tuple[tuple[ModelSpec, ParallelConfig, Head, str], ...] = (
     (tiny_spec(**ODD), ParallelConfig(tp=2, dp=2), Head.VALUE, "float32"),
     (tiny_spec(**ODD, tied_embeddings=True), ParallelConfig(pp=2, dp=2), Head.LM, "bfloat16"),
     (tiny_spec(**ODD, family="qwen2", qkv_bias=True, tied_embeddings=True), ParallelConfig(dp=4), Head.LM, "bfloat16"),
+    (tiny_spec(**ODD, family="qwen2", qkv_bias=True, num_kv_heads=2), ParallelConfig(tp=4), Head.LM, "float32"),
     (
         tiny_spec(**ODD, family="qwen3", qk_norm=True),
         ParallelConfig(tp=2, pp=2, layers_per_stage=(1, 3)),

@@ -76,10 +76,10 @@ def test_bfloat16_trains_with_fp32_gradients_and_masters(tmp_path: Path, groups:
         assert param.main_param.dtype is torch.float32
 
 
-def test_more_tensor_parallel_ranks_than_kv_heads_are_refused_by_name(groups: ModelGroups) -> None:
-    with pytest.raises(LayoutError, match=r"parallel\.tp: 4 does not divide the model's num_kv_heads = 2"):
+def test_a_layout_that_the_model_does_not_admit_is_refused_by_name(groups: ModelGroups) -> None:
+    with pytest.raises(LayoutError, match=r"parallel\.tp: 4 does not divide the model's num_kv_heads = 6"):
         build_model(
-            tiny_spec(num_kv_heads=2),
+            tiny_spec(num_kv_heads=6),
             ModelConfig(path="by-hand"),
             ParallelConfig(tp=4),
             groups,

@@ -18,10 +18,10 @@ LENGTHS = (7, 1, 19, 4, 12)
 
 COMMON = {
     "vocab_size": 131,
-    "hidden_size": 42,
+    "hidden_size": 48,
     "intermediate_size": 56,
     "num_hidden_layers": 4,
-    "num_attention_heads": 6,
+    "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 97,

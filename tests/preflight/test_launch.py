@@ -44,7 +44,7 @@ def test_it_says_ranks_and_folder(tmp_path: Path, capsys: pytest.CaptureFixture[
     ("overrides", "says"),
     [
         (["actor.parallel.tp=3"], "actor.parallel.tp: 3 does not divide the model's num_kv_heads = 4"),
-        (["critic.parallel.tp=8"], "critic.parallel.tp: 8 does not divide"),
+        (["critic.parallel.tp=16"], "critic.parallel.tp: 16 does not divide the model's num_heads = 8"),
         (["reference.parallel.pp=2"], "reference.parallel.pp: 2 stages do not divide 3 layers"),
         (
             ["actor.parallel.pp=2", "actor.parallel.layers_per_stage=[1,1]"],

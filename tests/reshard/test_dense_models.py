@@ -1,7 +1,7 @@
 """The dense families from Megatron's layout into the native engine's, by the two sides' pure layouts."""
 
 from dataclasses import replace
-from math import lcm
+from math import gcd, lcm
 
 import pytest
 import torch
@@ -89,7 +89,9 @@ def test_engine_shards_equal_slices_of_the_assembled_model(family, sizes):
 def admissible(draw):
     """A model and sizes that both sides admit: all of 1..8, dividing one another or not."""
     tp, engine_tp = draw(st.integers(1, 8)), draw(st.integers(1, 8))
-    kv_heads = tp if engine_tp % tp == 0 else lcm(tp, engine_tp)
+    both = lcm(tp, engine_tp)
+    fits = [kv for kv in range(1, both + 1) if all(kv % t == 0 or t % kv == 0 for t in (tp, engine_tp))]
+    kv_heads = draw(st.sampled_from(fits))
     layers = draw(st.integers(1, 8))
     pp = draw(st.integers(1, layers))
     cuts = sorted(draw(st.permutations(range(1, layers)))[: pp - 1])
@@ -97,8 +99,9 @@ def admissible(draw):
         SPECS[draw(st.sampled_from(sorted(SPECS)))],
         num_layers=layers,
         num_kv_heads=kv_heads,
-        num_heads=lcm(kv_heads, engine_tp) * draw(st.integers(1, 2)),
-        ffn_size=lcm(tp, engine_tp) * draw(st.integers(1, 3)),
+        num_heads=lcm(kv_heads, both) * draw(st.integers(1, 2)),
+        head_dim=tp // gcd(tp, 2 * kv_heads) * draw(st.integers(1, 3)),  # rows of q, k and v are cut evenly
+        ffn_size=both * draw(st.integers(1, 3)),
         vocab_size=draw(st.integers(40, 600)),
     )
     stages = tuple(b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True))
