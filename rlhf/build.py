@@ -23,6 +23,7 @@ from rlhf.dist.agree import gather
 from rlhf.dist.job import Ranks
 from rlhf.errors import ConfigError
 from rlhf.families.folder import resolve_folder
+from rlhf.families.frozen import frozen_tensors
 from rlhf.families.registry import read_spec
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.groups import ModelGroups, make_groups
@@ -86,8 +87,10 @@ def _model(
     if not groups.is_member:
         return None
     site.ranks.progress.tick(f"load {role.model.path}")
+    spec = _spec(role.model)
+    patterns = role.freeze if isinstance(role, TrainedRoleConfig) else ()
     model = build_model(
-        _spec(role.model),
+        spec,
         role.model,
         role.parallel,
         groups,
@@ -95,6 +98,7 @@ def _model(
         device=site.ranks.device,
         seed=seed,
         trainable=isinstance(role, TrainedRoleConfig),
+        frozen=frozen_tensors(spec, patterns, head=head, where="freeze"),
         span=site.span,
     )
     set_weights(model, role.model)

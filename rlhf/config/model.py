@@ -79,6 +79,8 @@ class TrainedRoleConfig:
     """How it is trained."""
     microbatch_tokens: int = 8192
     """Most tokens in one forward pass on a data-parallel rank; a longer single sequence passes alone."""
+    freeze: tuple[str, ...] = ()
+    """Weights that are not trained, by their names in the checkpoint, in which * stands for any characters."""
 
     def __post_init__(self) -> None:
         at_least("microbatch_tokens", self.microbatch_tokens, 1)

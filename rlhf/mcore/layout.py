@@ -255,7 +255,7 @@ def local_params(model: "MegatronModel") -> dict[str, Tensor]:
 
 def local_name(name: str) -> str:
     """Name of a parameter in a layout, from that in the module of either layer spec."""
-    for te_name, local_name in _TE_NAMES.items():
+    for te_name, spec_name in _TE_NAMES.items():
         if name.endswith(te_name):
-            return name.removesuffix(te_name) + local_name
+            return name.removesuffix(te_name) + spec_name
     return _TE_EXPERT.sub(r"mlp.experts.local_experts.\2.\1.weight", name)

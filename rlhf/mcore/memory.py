@@ -1,15 +1,16 @@
 """Bytes that a Megatron model holds on one rank, from spec and layout alone; makes no tensor.
 
-As Megatron-Core's distributed optimizer has it: parameters and fp32 gradients of a trained model lie in one buffer
+As Megatron-Core's distributed optimizer has it: parameters that are trained and their fp32 gradients lie in one buffer
 each, every parameter from a multiple of 64 elements on; a dp rank keeps the optimizer's state for its share of it.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass
 from math import ceil, lcm, prod
 
 from rlhf.config.parallel import ParallelConfig
 from rlhf.families.spec import Head, ModelSpec
-from rlhf.mcore.layout import EMBEDDING, OUTPUT, param_shapes
+from rlhf.mcore.layout import EMBEDDING, OUTPUT, frozen_params, param_shapes
 from rlhf.reshard.layout import ITEM_BYTES
 
 _PARAM_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
@@ -37,19 +38,28 @@ class ModelBytes:
 
 
 def model_bytes(
-    spec: ModelSpec, parallel: ParallelConfig, *, head: Head, dtype: str, trainable: bool, stage: int
+    spec: ModelSpec,
+    parallel: ParallelConfig,
+    *,
+    head: Head,
+    dtype: str,
+    trainable: bool,
+    stage: int,
+    frozen: Set[str] = frozenset(),
 ) -> ModelBytes:
-    """Of any rank of a pipeline stage: its tp and dp peers hold as much."""
+    """Of any rank of a pipeline stage: its tp and dp peers hold as much. `frozen` as in `build_model`."""
     shapes = param_shapes(spec, parallel, head=head, stage=stage)
     item, parameters = ITEM_BYTES[dtype], sum(prod(shape) for shape in shapes.values())
     if not trainable:
         return ModelBytes(parameters=parameters, weights=parameters * item, gradients=0, optimizer=0)
+    stays = frozen_params(spec, parallel, head=head, stage=stage, frozen=frozen)
+    beside = sum(prod(shapes.pop(name)) for name in stays)
     is_tied_apart = spec.tied_embeddings and head is Head.LM and parallel.pp > 1
     buffer = _buffer_elements(shapes, dp=parallel.dp, in_own_bucket={EMBEDDING, OUTPUT} if is_tied_apart else set())
     state = _MOMENT_BYTES + (_MASTER_BYTES if item < _MASTER_BYTES else 0)
     return ModelBytes(
         parameters=parameters,
-        weights=buffer * item,
+        weights=(buffer + beside) * item,
         gradients=buffer * _GRAD_BYTES,
         optimizer=buffer // parallel.dp * state,
     )

@@ -1,5 +1,6 @@
 """A Megatron model on this rank: built from a spec and a layout, its weights not yet set."""
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.gpt import HiddenStatesGPT
 from rlhf.mcore.groups import ModelGroups
 from rlhf.mcore.layer_spec import make_layer_spec, prepare_megatron, uses_transformer_engine
+from rlhf.mcore.layout import frozen_params, local_name
 from rlhf.mcore.spans import MegatronSpans
 from rlhf.mcore.transformer_config import make_transformer_config
 from rlhf.metrics.timers import SpanFn, no_span
@@ -47,6 +49,7 @@ def build_model(
     device: torch.device,
     seed: int,
     trainable: bool,
+    frozen: Set[str] = frozenset(),
     span: SpanFn = no_span,
 ) -> MegatronModel:
     """Build this rank's part. On the ranks of the pool only; no communication.
@@ -63,6 +66,8 @@ def build_model(
         device: Where its weights live.
         seed: Of everything random in it: dropout, and weights that no checkpoint gives.
         trainable: Whether gradients are kept.
+        frozen: Logical names of weights of a trainable model that are not trained, from `frozen_tensors`: they have no
+            gradient and no optimizer state, and are not in the gradient norm.
         span: Names what is done with the model, for timelines; Megatron's own timers go there too.
 
     Raises:
@@ -89,12 +94,27 @@ def build_model(
     )
     chunk: nn.Module = module
     if trainable:
+        _freeze(module, frozen_params(spec, parallel, head=head, stage=groups.pp_rank, frozen=frozen))
         chunk = DistributedDataParallel(config, _ddp_config(), module, pg_collection=groups.collection)
     else:
         module.requires_grad_(False).eval()
     if span is not no_span:
         config.timers = MegatronSpans(span)
     return MegatronModel(spec, parallel, groups, head, config, module, chunk, device, seed, span)
+
+
+def _freeze(module: HiddenStatesGPT, frozen: Set[str]) -> None:
+    for name, param in module.named_parameters():
+        if local_name(name) in frozen:
+            param.requires_grad_(False)
+    trains = any(param.requires_grad for param in module.parameters())
+    if frozen and trains and module.pre_process and module.config.recompute_granularity == "full":
+        # A recomputed layer hands gradients to its weights only if its input has one, and a frozen embedding has none.
+        module.embedding.register_forward_hook(lambda _module, _input, out: _with_gradient(out))
+
+
+def _with_gradient(embedded: Tensor) -> Tensor:
+    return embedded.requires_grad_() if torch.is_grad_enabled() and embedded.is_leaf else embedded
 
 
 def _ddp_config() -> DistributedDataParallelConfig:

@@ -118,7 +118,7 @@ def _parts_of_job(
     sound = {
         name: spec
         for name, spec in specs.items()
-        if not faults.doubts(rf"{name}(\.(parallel(\..*)?|model(\..*)?|microbatch_tokens))?")
+        if not faults.doubts(rf"{name}(\.(parallel(\..*)?|model(\..*)?|microbatch_tokens|freeze))?")
     }
     engine_is_known = _has_native_engine(config) and not faults.doubts(
         r"rollout(\.(tp|dp|kv_cache_tokens|engine))?|sync(\..*)?"

@@ -15,9 +15,10 @@ from rlhf.config.run import PPORunConfig, RunConfig
 from rlhf.data.row_files import check_there
 from rlhf.families.admissible import check_layout, check_trainable
 from rlhf.families.folder import check_whole, find_folder, resolve_folder
+from rlhf.families.frozen import frozen_tensors
 from rlhf.families.published import find_published
 from rlhf.families.registry import read_spec
-from rlhf.families.spec import ModelSpec
+from rlhf.families.spec import Head, ModelSpec
 from rlhf.rollout.native.layout import check_tp
 
 Role = TrainedRoleConfig | FrozenRoleConfig
@@ -59,6 +60,9 @@ def check_inputs(
         if name in specs and isinstance(role, TrainedRoleConfig):
             with noted():
                 check_trainable(specs[name], where=f"{name}.model.path")
+            if not faults.doubts(rf"{name}\.freeze"):
+                head = Head.VALUE if name == "critic" else Head.LM
+                frozen_tensors(specs[name], role.freeze, head=head, where=f"{name}.freeze")
     if config.data.source in ("jsonl", "parquet"):
         with noted():
             check_there(config.data.source, Path(config.data.path))

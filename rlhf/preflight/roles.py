@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from rlhf.config.model import TrainedRoleConfig
 from rlhf.config.run import PPORunConfig, RunConfig
 from rlhf.dist.grid import Grid
+from rlhf.families.frozen import frozen_tensors
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.groups import model_grid
 from rlhf.preflight.inputs import Role, roles_of
@@ -24,6 +25,12 @@ class ModelRole:
     def is_trained(self) -> bool:
         """Whether it has gradients and an optimizer."""
         return isinstance(self.config, TrainedRoleConfig)
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Logical names of its weights that training leaves alone, apart from models that are not trained at all."""
+        patterns = self.config.freeze if isinstance(self.config, TrainedRoleConfig) else ()
+        return frozen_tensors(self.spec, patterns, head=self.head, where=f"{self.name}.freeze")
 
     @property
     def grid(self) -> Grid:
