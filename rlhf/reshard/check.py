@@ -103,13 +103,16 @@ def mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.2f} MiB"
 
 
-def certify(plan: Plan) -> Certificate:
+def certify(plan: Plan, parts: Sequence[RankPlan] = ()) -> Certificate:
     """Prove the whole plan, every rank of it, in this process.
+
+    `parts`: those of all ranks of the plan, in their order, where the caller has them already.
 
     Raises:
         AssertionError: An element arrives twice or not at all, or a send has no receive: a fault of the planner.
     """
-    known, parts = Known(), [plan.of(rank) for rank in plan.ranks]
+    known, parts = Known(), parts or [plan.of(rank) for rank in plan.ranks]
+    assert tuple(part.rank for part in parts) == plan.ranks, "reshard: needs the parts of all ranks, in their order"
     for part in parts:
         check_arrivals(plan, part, known)
     sends = Counter(move for part in parts for move in part.sends)
