@@ -1,0 +1,258 @@
+"""A destination whose parameters another process holds: its blocks pass through a stream of windows.
+
+A window is a flat piece of memory that both processes see. Sources send straight into it; when it is whole, the other
+process copies it into its parameters, while the next one is received into a second region. Which block lies where in
+which window follows from the plan alone, so both ends of every message come to it without talking.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from rlhf.reshard.bucket import ALONE_BYTES, Bucket, Message, split
+from rlhf.reshard.execute import LocalParams
+from rlhf.reshard.layout import Box, ParamLayout
+from rlhf.reshard.plan import Echo, Move, Plan, RankPlan
+
+NUM_REGIONS = 2
+"""One is received into while the other is loaded."""
+
+PIECES_A_WINDOW = 4
+"""A block is cut to at most this share of a window, so that windows get nearly full; and sources take turns at it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A block in a window, packed with its last dim innermost."""
+
+    move: Move
+    at: int
+    """Its first element, counted from the start of the window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What passes through a region at one time; the pieces of one source lie together."""
+
+    number: int
+    pieces: tuple[Piece, ...]
+    num_elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What the process that holds a rank's parameters must know of one transfer."""
+
+    held: tuple[ParamLayout, ...]
+    """All that the rank holds, transferred or not."""
+    windows: tuple[Window, ...]
+    echoes: tuple[Echo, ...]
+    """Copied from parameter to parameter at the end."""
+    complete: bool
+    """Whether every held element must come, so that one that does not is an error."""
+
+
+class WindowSink(Protocol):
+    """One destination rank's door to the process that holds its parameters. Made for one layout; used for many syncs.
+
+    Calls block only for that process, never for another rank. Each raises WeightSyncError when it refuses or has died.
+    """
+
+    def begin(self, manifest: Manifest, dtype: str) -> None:
+        """A transfer of elements of this dtype starts: the other process compares the manifest with what it holds."""
+
+    def region(self, number: int) -> Tensor:
+        """Flat memory for window `number`; blocks until window number - NUM_REGIONS is loaded."""
+
+    def hand_over(self, number: int) -> None:
+        """Window `number` is whole: load it. Numbers go up by one."""
+
+    def finish(self) -> None:
+        """All windows were handed over; blocks until they are loaded and the other process finds nothing missing."""
+
+    def sums(self, tensors: Sequence[str]) -> Mapping[str, int]:
+        """Checksums of what the rank holds of each tensor, taken by the other process from its own parameters."""
+
+    def end(self) -> None:
+        """The transfer is over, well or not: the other process goes back to its own work."""
+
+
+class Windows:
+    """The windows of all destination ranks of a plan, worked out rank by rank when asked."""
+
+    def __init__(self, plan: Plan, window_bytes: int) -> None:
+        self._plan = plan
+        self._max = max(1, window_bytes // plan.src.item_bytes)
+        self._alone = ALONE_BYTES // plan.src.item_bytes
+        self._place = {rank: at for at, rank in enumerate(plan.ranks)}
+        self._found: dict[int, tuple[Window, ...]] = {}
+
+    def of(self, dst_rank: int) -> tuple[Window, ...]:
+        """One rank's windows; all sources of the rank send into the first one."""
+        if dst_rank not in self._found:
+            moves = [
+                found
+                for tensor in self._plan.dst_index.of_rank(dst_rank)
+                for found in self._plan.into(dst_rank, tensor)
+                if isinstance(found, Move)
+            ]
+            self._found[dst_rank] = tuple(self._cut(moves))
+        return self._found[dst_rank]
+
+    def messages(self, part: RankPlan) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+        """One rank's (receives, sends), each in the order of the job: by number of the destination's window."""
+        receives = [one for one in self._messages_into(part.rank) if one.src_rank != part.rank]
+        takers = sorted({move.dst_rank for move in part.sends})
+        sends = [one for taker in takers for one in self._messages_into(taker) if one.src_rank == part.rank]
+        for messages, moves in ((receives, part.receives), (sends, part.sends)):
+            assert sum(m.num_elements for m in messages) == sum(m.box.num_elements for m in moves)
+        return tuple(sorted(receives, key=lambda m: m.key)), tuple(sorted(sends, key=lambda m: m.key))
+
+    def buckets(self, receives: Sequence[Message], sends: Sequence[Message]) -> tuple[Bucket, ...]:
+        """Cut one rank's messages into buckets: one window each, and no more to send than a window holds."""
+        incoming, buckets = {id(message) for message in receives}, []
+        now: list[Message] = []
+        filled = 0
+        for message in sorted((*receives, *sends), key=lambda m: m.key):
+            more = 0 if id(message) in incoming else message.num_elements
+            if now and (message.key[0] != now[0].key[0] or filled + more > self._max):
+                buckets.append(_bucket(now, incoming))
+                now, filled = [], 0
+            now.append(message)
+            filled += more
+        return (*buckets, _bucket(now, incoming)) if now else tuple(buckets)
+
+    def region_elements(self, dst_rank: int) -> int:
+        """Elements of the largest window of a rank."""
+        return max((window.num_elements for window in self.of(dst_rank)), default=0)
+
+    def _cut(self, moves: Sequence[Move]) -> Iterator[Window]:
+        """Every source's moves, in the order of the model, are spread evenly over the windows."""
+        most = max(1, self._max // PIECES_A_WINDOW)
+        of_source: dict[int, list[Move]] = {}
+        for move in sorted(moves, key=lambda m: (self._plan.order[m.tensor], m.box.spans)):
+            parts = (Move(move.tensor, box, move.src_rank, move.dst_rank) for box in split(move.box, most))
+            of_source.setdefault(move.src_rank, []).extend(parts)
+        steps = max(1, sum(move.box.num_elements for move in moves) // most)
+        placed = []
+        for src, parts in of_source.items():
+            total, before = sum(part.box.num_elements for part in parts), 0
+            for at, part in enumerate(parts):
+                placed.append((before * steps // total, self._turn(src, part.dst_rank), at, part))
+                before += part.box.num_elements
+        placed.sort(key=lambda entry: entry[:3])
+        now: list[Move] = []
+        number, filled = 0, 0
+        for _, _, _, part in placed:
+            if now and filled + part.box.num_elements > self._max:
+                yield self._window(number, now)
+                now, number, filled = [], number + 1, 0
+            now.append(part)
+            filled += part.box.num_elements
+        if now:
+            yield self._window(number, now)
+
+    def _window(self, number: int, moves: Sequence[Move]) -> Window:
+        placed, at = [], 0
+        for move in sorted(moves, key=lambda m: self._turn(m.src_rank, m.dst_rank)):  # stable
+            placed.append(Piece(move, at))
+            at += move.box.num_elements
+        return Window(number, tuple(placed), at)
+
+    def _turn(self, src: int, dst: int) -> int:
+        """Ranks take turns as each other's peers; a rank comes first with what it gives to itself."""
+        return (self._place[dst] - self._place[src]) % len(self._place)
+
+    def _messages_into(self, dst_rank: int) -> Iterator[Message]:
+        """Pieces of one source that lie together, joined; a large one alone, so that it need not be packed."""
+        numbers: dict[int, int] = {}
+        for window in self.of(dst_rank):
+            joined: list[list[Move]] = []
+            for piece in window.pieces:
+                move = piece.move
+                is_large = move.box.num_elements >= self._alone
+                last = joined[-1] if joined else []
+                if not last or is_large or last[-1].src_rank != move.src_rank or self._is_large(last[-1]):
+                    joined.append([move])
+                else:
+                    last.append(move)
+            for moves in joined:
+                src = moves[0].src_rank
+                key = (window.number, self._turn(src, dst_rank), src, numbers.setdefault(src, 0))
+                numbers[src] += 1
+                yield Message(src, dst_rank, tuple(moves), sum(m.box.num_elements for m in moves), key)
+
+    def _is_large(self, move: Move) -> bool:
+        return move.box.num_elements >= self._alone
+
+
+class Windowed:
+    """A `Destination` that hands windows to a `WindowSink`. Made for one transfer, after the sink's `begin`."""
+
+    def __init__(
+        self, windows: Sequence[Window], receives: Sequence[Message], src: LocalParams, sink: WindowSink
+    ) -> None:
+        self._windows, self._src, self._sink = windows, src, sink
+        self._at: dict[tuple[str, Box], int] = {
+            (piece.move.tensor, piece.move.box): piece.at for window in windows for piece in window.pieces
+        }
+        self._coming = [0] * len(windows)
+        for message in receives:
+            self._coming[message.key[0]] += 1
+        self._regions: list[Tensor] = []
+        self._num_owned, self._num_handed = 0, 0
+
+    def admits(self, bucket: Bucket) -> bool:
+        """See `Destination.admits`: the window before last must have been handed over."""
+        self.own()
+        return all(message.key[0] - NUM_REGIONS < self._num_handed for message in bucket.receives)
+
+    def room(self, message: Message) -> Tensor:
+        """See `Destination.room`: always in a region."""
+        first = message.moves[0]
+        at = self._at[first.tensor, first.box]
+        return self._region(message.key[0])[at : at + message.num_elements]
+
+    def arrived(self, message: Message, data: Tensor) -> None:
+        """See `Destination.arrived`: it lies where it should."""
+        self._coming[message.key[0]] -= 1
+        self._hand_over()
+
+    def own(self) -> None:
+        """See `Destination.own`."""
+        while self._num_owned < len(self._windows) and self._num_owned - NUM_REGIONS < self._num_handed:
+            window = self._windows[self._num_owned]
+            region = self._region(window.number)
+            for piece in window.pieces:
+                move = piece.move
+                if move.src_rank == move.dst_rank:
+                    flat = region[piece.at : piece.at + move.box.num_elements]
+                    flat.view(move.box.shape).copy_(self._src.view(move.tensor, move.box))
+            self._num_owned += 1
+            self._hand_over()
+
+    def finish(self) -> None:
+        """See `Destination.finish`."""
+        self.own()
+        assert self._num_handed == len(self._windows), "reshard: a window was never whole"
+        self._sink.finish()
+
+    def _region(self, number: int) -> Tensor:
+        while len(self._regions) <= number:
+            assert len(self._regions) - NUM_REGIONS < self._num_handed, "reshard: no region for a window"
+            self._regions.append(self._sink.region(len(self._regions)))
+        return self._regions[number]
+
+    def _hand_over(self) -> None:
+        while self._num_handed < self._num_owned and not self._coming[self._num_handed]:
+            self._sink.hand_over(self._num_handed)
+            self._num_handed += 1
+
+
+def _bucket(messages: Sequence[Message], incoming: set[int]) -> Bucket:
+    return Bucket(
+        receives=tuple(message for message in messages if id(message) in incoming),
+        sends=tuple(message for message in messages if id(message) not in incoming),
+    )
