@@ -9,6 +9,10 @@ from rlhf.reshard.layout import ModelLayout
 from rlhf.reshard.plan import Plan, RankPlan, make_plan
 from rlhf.reshard.staging import Staging
 from rlhf.reshard.topology import Fanout, Topology
+from rlhf.reshard.windows import NUM_REGIONS, Manifest, Windows
+
+_Cut = tuple[tuple[Message, ...], tuple[Message, ...], tuple[Bucket, ...], Manifest | None]
+"""(receives, sends, both as buckets, what the process with the parameters must know)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +31,31 @@ class Route:
     """Logical tensors of the whole transfer."""
     item_bytes: int
     """Bytes of one element."""
+    manifest: Manifest | None = None
+    """What passes through windows to the process that holds this rank's destination parameters; None: none does."""
 
     @property
     def staging_bytes(self) -> int:
-        """The most that two buffers can need."""
-        return sum(max((one.num_elements for one in self.buckets[at::2]), default=0) for at in (0, 1)) * self.item_bytes
+        """The most that two buffers can need, with the regions of windows."""
+        return self.region_bytes + self.item_bytes * sum(
+            max((self._staged(one) for one in self.buckets[at::2]), default=0) for at in (0, 1)
+        )
+
+    @property
+    def region_bytes(self) -> int:
+        """Bytes of all regions."""
+        return 0 if self.manifest is None else NUM_REGIONS * self.manifest.region_elements * self.item_bytes
+
+    def _staged(self, bucket: Bucket) -> int:
+        """Elements at most; what a window receives lies in its region."""
+        return bucket.num_elements if self.manifest is None else sum(one.num_elements for one in bucket.sends)
 
 
 class Routes:
     """A plan and one rank's routes through it, with the buffers that they share."""
 
-    def __init__(self, plan: Plan, rank: int, bucket_bytes: int) -> None:
-        self.plan, self._bucket_bytes = plan, bucket_bytes
+    def __init__(self, plan: Plan, rank: int, bucket_bytes: int, *, windowed: bool = False) -> None:
+        self.plan, self._bucket_bytes, self.windowed = plan, bucket_bytes, windowed
         self.part = plan.of(rank)
         """This rank's part of a complete transfer."""
         self.staging = Staging(plan.src.dtype)
@@ -57,17 +74,33 @@ class Routes:
         plan, item = self.plan, self.plan.src.item_bytes
         chosen = plan.order.keys() if tensors is None else tensors
         part = self.part if tensors is None else self.part.only(tensors)
-        receives, sends = messages_of(plan, part, self._bucket_bytes)
+        receives, sends, buckets, manifest = (self._windows if self.windowed else self._buckets)(part, tensors)
         return Route(
             part,
             receives,
             sends,
-            buckets_of(receives, sends, max(1, self._bucket_bytes // item)),
+            buckets,
             sum(count for tensor, count in self._bounds.items() if tensor in chosen) * item,
             sum(count for tensor, count in self._far_bounds.items() if tensor in chosen) * item,
             len(chosen),
             item,
+            manifest,
         )
+
+    def _buckets(self, part: RankPlan, _: frozenset[str] | None) -> _Cut:
+        receives, sends = messages_of(self.plan, part, self._bucket_bytes)
+        most = max(1, self._bucket_bytes // self.plan.src.item_bytes)
+        return receives, sends, buckets_of(receives, sends, most), None
+
+    def _windows(self, part: RankPlan, tensors: frozenset[str] | None) -> _Cut:
+        """Half a bucket a region, half for what is packed."""
+        windows = Windows(self.plan, self._bucket_bytes // 2, tensors)
+        receives, sends = windows.messages(part)
+        manifest = None
+        if part.rank in self.plan.dst.ranks:
+            held = self.plan.dst.holdings(part.rank)
+            manifest = Manifest(held, windows.of(part.rank), self.part.echoes, complete=tensors is None)
+        return receives, sends, windows.buckets(receives, sends), manifest
 
 
 class RouteCache:
@@ -85,16 +118,25 @@ class RouteCache:
         return len(self._found)
 
     def routes(
-        self, src: ModelLayout, dst: ModelLayout, topology: Topology, fanout: Fanout, *, rank: int, bucket_bytes: int
+        self,
+        src: ModelLayout,
+        dst: ModelLayout,
+        topology: Topology,
+        fanout: Fanout,
+        *,
+        rank: int,
+        bucket_bytes: int,
+        windowed: bool = False,
     ) -> Routes:
         """Made when the pair is seen for the first time.
 
         Raises:
             LayoutError: See `make_plan`.
         """
-        key = (fingerprint(src), fingerprint(dst), topology, fanout, rank, bucket_bytes)
+        key = (fingerprint(src), fingerprint(dst), topology, fanout, rank, bucket_bytes, windowed)
         if key not in self._found:
-            self._found[key] = Routes(make_plan(src, dst, topology, fanout=fanout), rank, bucket_bytes)
+            plan = make_plan(src, dst, topology, fanout=fanout)
+            self._found[key] = Routes(plan, rank, bucket_bytes, windowed=windowed)
         return self._found[key]
 
 

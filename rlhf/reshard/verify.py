@@ -1,8 +1,7 @@
 """Proof after a transfer: what each destination holds against what its sources gave, by sums that fit any cut."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from rlhf.errors import WeightSyncError
@@ -14,21 +13,24 @@ from rlhf.reshard.plan import Plan, RankPlan
 GatherFn = Callable[[list[int]], list[list[int]]]
 """The numbers of all ranks of both pools, in order of rank. Collective over them."""
 
+HeldFn = Callable[[Sequence[str]], Mapping[str, int]]
+"""Checksums of what this rank holds of some tensors, taken by whoever has its destination parameters."""
 
-def compare_weights(plan: Plan, part: RankPlan, *, src: LocalParams, dst: LocalParams, gather: GatherFn) -> None:
+
+def compare_weights(plan: Plan, part: RankPlan, *, src: LocalParams, held: HeldFn, gather: GatherFn) -> None:
     """Compare both sides of a finished transfer. Collective over the ranks of both pools.
 
     Raises:
         WeightSyncError: A destination does not hold what its sources hold; on all ranks, with the rank and the tensors.
     """
     given = given_sums(part, src)
-    held = held_sums(part, plan.dst_index.of_rank(part.rank), dst)
-    rows = gather([*(_total(given.get(rank, {})) for rank in plan.ranks), _total(held)])
+    mine = held(list(plan.dst_index.of_rank(part.rank)))
+    rows = gather([*(_total(given.get(rank, {})) for rank in plan.ranks), _total(mine)])
     for at, rank in enumerate(plan.ranks):
         if sum(row[at] for row in rows) % MODULUS == rows[at][-1] % MODULUS:
             continue
-        names, mine = list(plan.order), held if rank == part.rank else {}
-        by_name = gather([int(of.get(name, 0)) for of in (given.get(rank, {}), mine) for name in names])
+        names, its_own = list(plan.order), mine if rank == part.rank else {}
+        by_name = gather([int(of.get(name, 0)) for of in (given.get(rank, {}), its_own) for name in names])
         wrong = [
             name
             for place, name in enumerate(names)
@@ -53,16 +55,19 @@ def given_sums(part: RankPlan, src: LocalParams) -> dict[int, dict[str, Tensor]]
     return found
 
 
-def held_sums(part: RankPlan, held: Mapping[str, tuple[ParamLayout, ...]], dst: LocalParams) -> dict[str, Tensor]:
+def held_sums(
+    part: RankPlan, held: Mapping[str, tuple[ParamLayout, ...]], dst: LocalParams, tensors: Sequence[str]
+) -> dict[str, int]:
     """Checksums of a rank's destination parameters, by tensor; what it holds twice must be equal and counts once."""
     found = {
-        tensor: torch.stack([checksum(tensor, one.box, dst.view_in(one, one.box)).cpu() for one in ones]).sum()
-        for tensor, ones in held.items()
+        tensor: sum(int(checksum(tensor, one.box, dst.view_in(one, one.box))) for one in held[tensor])
+        for tensor in tensors
     }
     for echo in part.echoes:
-        found[echo.tensor] -= checksum(echo.tensor, echo.box, dst.view_in(echo.first, echo.box)).cpu()
+        if echo.tensor in found:
+            found[echo.tensor] -= int(checksum(echo.tensor, echo.box, dst.view_in(echo.first, echo.box)))
     return found
 
 
-def _total(sums: Mapping[str, Tensor]) -> int:
+def _total(sums: Mapping[str, Tensor] | Mapping[str, int]) -> int:
     return sum(int(of_tensor) for of_tensor in sums.values()) % MODULUS

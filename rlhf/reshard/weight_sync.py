@@ -13,7 +13,8 @@ from rlhf.errors import LayoutError, WeightSyncError
 from rlhf.metrics.timers import Kind, SpanFn, no_span
 from rlhf.reshard.bucket import digests
 from rlhf.reshard.check import Certificate, RankTraffic, check_arrivals, rank_traffic
-from rlhf.reshard.execute import LocalParams, Params, execute
+from rlhf.reshard.endpoint import Endpoint, endpoint
+from rlhf.reshard.execute import LocalParams, execute
 from rlhf.reshard.layout import ModelLayout
 from rlhf.reshard.plan import make_plan
 from rlhf.reshard.routes import Route, RouteCache, Routes
@@ -21,6 +22,7 @@ from rlhf.reshard.stats import NOTHING_MOVED, RankShare, ReshardStats
 from rlhf.reshard.topology import Fanout, Link, Topology
 from rlhf.reshard.transport import GroupTransport
 from rlhf.reshard.verify import compare_weights
+from rlhf.reshard.windows import WindowSink
 
 DEFAULT_BUCKET_BYTES = 64 * 2**20
 """Large enough for gloo's best rate (64 MiB), small beside a shard."""
@@ -32,8 +34,9 @@ class WeightSync:
     Making it is collective over `group`, which holds exactly the ranks of both pools; a rank of neither pool passes
     `group=None`, and all its calls return at once. `src` and `dst` are the same on every rank. `device` is where the
     group's transport works (default: CPU, for gloo); parameters may lie elsewhere. With `verify`, each transfer ends
-    with a comparison of checksums taken from the parameters of both sides. Transfers made with one `cache`, on every
-    rank alike, share plan and buffers when their layouts say the same; they must not run at the same time.
+    with a comparison of checksums taken from the parameters of both sides. With `windowed`, the same on every rank, the
+    destination's parameters are those of other processes, each behind a `WindowSink`. Transfers made with one `cache`,
+    on every rank alike, share plan and buffers when their layouts say the same; they must not run at the same time.
 
     Raises:
         LayoutError: The layouts do not fit each other (named, the same on every rank).
@@ -50,6 +53,7 @@ class WeightSync:
         device: torch.device | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         fanout: Fanout = Fanout.DIRECT,
+        windowed: bool = False,
         verify: bool = True,
         cache: RouteCache | None = None,
         span: SpanFn = no_span,
@@ -61,14 +65,16 @@ class WeightSync:
             make_plan(src, dst, topology, fanout=fanout)  # refuses what the others refuse
         else:
             cache = cache or RouteCache()
-            routes = cache.routes(src, dst, topology, fanout, rank=dist.get_rank(), bucket_bytes=bucket_bytes)
+            routes = cache.routes(
+                src, dst, topology, fanout, rank=dist.get_rank(), bucket_bytes=bucket_bytes, windowed=windowed
+            )
             self._way = _Way(routes, group, device or torch.device("cpu"), verify=verify, span=span)
             self.certificate = self._way.certify()
 
     def update_weights(
         self,
         src_params: Mapping[str, Tensor],
-        dst_params: Mapping[str, Tensor],
+        dst_params: Mapping[str, Tensor] | WindowSink,
         *,
         changed: Collection[str] | None = None,
     ) -> ReshardStats:
@@ -79,13 +85,14 @@ class WeightSync:
 
         Args:
             src_params: This rank's source parameters by the names of its layout.
-            dst_params: This rank's destination parameters.
+            dst_params: This rank's destination parameters, or the sink before them where the sync is `windowed`.
             changed: Logical tensors that may differ from those of the last transfer, the same on every rank; only they
                 are sent. None: all. The first transfer, one after `forget`, and one after a failure send all.
 
         Raises:
             LayoutError: A parameter is missing, too small, or of another dtype than its layout says, or `changed` names
                 an unknown tensor. Nothing was moved; the other ranks raise WeightSyncError.
+            EngineError: The process behind this rank's sink is gone.
             WeightSyncError: The two sides do not hold the same weights afterwards, or ranks disagree on what changed;
                 on all ranks.
         """
@@ -137,26 +144,20 @@ class _Way:
         return Certificate(traffic, max(row[8] for row in rows))
 
     def run(
-        self, src_params: Mapping[str, Tensor], dst_params: Mapping[str, Tensor], changed: Collection[str] | None
+        self,
+        src_params: Mapping[str, Tensor],
+        dst_params: Mapping[str, Tensor] | WindowSink,
+        changed: Collection[str] | None,
     ) -> ReshardStats:
         """See `WeightSync.update_weights`."""
         start = time.perf_counter()
         src, dst, route = self._agree(src_params, dst_params, changed)
         self.complete_next = True  # until all went well
         received, sent = dict(self._transport.traffic.received), sum(self._transport.traffic.sent.values())
-        execute(
-            route.buckets,
-            src=src,
-            dst=Params(route.part, src, dst, self._device),
-            transport=self._transport,
-            staging=self._routes.staging,
-            device=self._device,
-            span=self._span,
-        )
-        if self._verify:
-            with self._span("compare weights"):
-                # What was not sent is compared too: it shows a tensor that changed against the caller's word.
-                compare_weights(self._plan, self._routes.part, src=src, dst=dst, gather=self._gather)
+        try:
+            self._transfer(route, src, dst)
+        finally:
+            dst.end()
         received = {link: count - received[link] for link, count in self._transport.traffic.received.items()}
         received[Link.SAME_RANK] = sum(m.box.num_elements for m in route.part.copies) * self._plan.src.item_bytes
         share = RankShare(
@@ -164,8 +165,8 @@ class _Way:
             sent=sum(self._transport.traffic.sent.values()) - sent,
             bound=route.bound,
             far_bound=route.far_bound,
-            staging_bytes=self._routes.staging.num_bytes,
-            staged_bytes=self._routes.staging.used_bytes,
+            staging_bytes=self._routes.staging.num_bytes + route.region_bytes,
+            staged_bytes=self._routes.staging.used_bytes + route.region_bytes,
         )
         shares = [RankShare.of_row(row) for row in self._gather(share.row(), "all done")]
         self.complete_next = False
@@ -175,18 +176,53 @@ class _Way:
             num_tensors=route.num_tensors,
         )
 
+    def _transfer(self, route: Route, src: LocalParams, dst: Endpoint) -> None:
+        """Move the bytes, and see that they have arrived. Collective."""
+        if self._routes.windowed:
+            self._begin(route, dst)
+        execute(
+            route.buckets,
+            src=src,
+            dst=dst.into(route, src, self._device),
+            transport=self._transport,
+            staging=self._routes.staging,
+            device=self._device,
+            span=self._span,
+        )
+        if self._verify:
+            with self._span("compare weights"):
+                # What was not sent is compared too: it shows a tensor that changed against the caller's word.
+                compare_weights(self._plan, self._routes.part, src=src, held=dst.sums, gather=self._gather)
+
+    def _begin(self, route: Route, dst: Endpoint) -> None:
+        """Every process behind a sink takes what will come, or all ranks raise. Collective."""
+        try:
+            dst.begin(route)
+        except WeightSyncError:
+            self._gather([1], "begin")
+            raise
+        refused = [rank for rank, row in zip(self._plan.ranks, self._gather([0], "begin"), strict=True) if row[0]]
+        if refused:
+            raise WeightSyncError(
+                f"reshard: the engine of rank {refused[0]} refuses what would come, so nothing was moved; its own "
+                "error says why; needs the model that the layout describes"
+            )
+
     def _agree(
-        self, src_params: Mapping[str, Tensor], dst_params: Mapping[str, Tensor], changed: Collection[str] | None
-    ) -> tuple[LocalParams, LocalParams, Route]:
+        self,
+        src_params: Mapping[str, Tensor],
+        dst_params: Mapping[str, Tensor] | WindowSink,
+        changed: Collection[str] | None,
+    ) -> tuple[LocalParams, Endpoint, Route]:
         """Before a byte moves: every rank has its parameters, and all send the same tensors. Collective."""
         try:
             src = LocalParams(self._plan.src_index, self._rank, src_params, side="source")
-            dst = LocalParams(self._plan.dst_index, self._rank, dst_params, side="destination")
+            dst = endpoint(self._routes, self._rank, dst_params)
             chosen = None if changed is None else self._known(changed)
         except LayoutError:
             self._gather([1, 0, 0], "agree")
             raise
-        rows = self._gather([0, self.complete_next or chosen is None, _digest(chosen)], "agree")
+        rows = self._gather([0, self.complete_next or dst.needs_complete or chosen is None, _digest(chosen)], "agree")
         refused = [rank for rank, row in zip(self._plan.ranks, rows, strict=True) if row[0]]
         if refused:
             raise WeightSyncError(

@@ -5,16 +5,18 @@ process copies it into its parameters, while the next one is received into a sec
 which window follows from the plan alone, so both ends of every message come to it without talking.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
 
+from rlhf.errors import LayoutError
 from rlhf.reshard.bucket import ALONE_BYTES, Bucket, Message, split
 from rlhf.reshard.execute import LocalParams
 from rlhf.reshard.layout import Box, ParamLayout
 from rlhf.reshard.plan import Echo, Move, Plan, RankPlan
+from rlhf.reshard.topology import Fanout
 
 NUM_REGIONS = 2
 """One is received into while the other is loaded."""
@@ -53,12 +55,21 @@ class Manifest:
     complete: bool
     """Whether every held element must come, so that one that does not is an error."""
 
+    @property
+    def region_elements(self) -> int:
+        """Elements of the largest window."""
+        return max((window.num_elements for window in self.windows), default=0)
+
 
 class WindowSink(Protocol):
     """One destination rank's door to the process that holds its parameters. Made for one layout; used for many syncs.
 
-    Calls block only for that process, never for another rank. Each raises WeightSyncError when it refuses or has died.
+    Calls block only for that process, never for another rank. Each raises WeightSyncError when that process refuses,
+    EngineError when it is gone.
     """
+
+    needs_complete: bool
+    """The other process does not hold the weights of an earlier transfer: the next one must bring all."""
 
     def begin(self, manifest: Manifest, dtype: str) -> None:
         """A transfer of elements of this dtype starts: the other process compares the manifest with what it holds."""
@@ -82,8 +93,14 @@ class WindowSink(Protocol):
 class Windows:
     """The windows of all destination ranks of a plan, worked out rank by rank when asked."""
 
-    def __init__(self, plan: Plan, window_bytes: int) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, window_bytes: int, tensors: Collection[str] | None = None) -> None:
+        """`tensors`: those that are transferred; None: all."""
+        if plan.fanout is not Fanout.DIRECT:
+            raise LayoutError(
+                f"reshard: fanout {plan.fanout.value} for engines in processes of their own; needs direct, since what "
+                "was handed to such a process cannot be passed on; set sync.fanout=direct"
+            )
+        self._plan, self._tensors = plan, tensors
         self._max = max(1, window_bytes // plan.src.item_bytes)
         self._alone = ALONE_BYTES // plan.src.item_bytes
         self._place = {rank: at for at, rank in enumerate(plan.ranks)}
@@ -95,6 +112,7 @@ class Windows:
             moves = [
                 found
                 for tensor in self._plan.dst_index.of_rank(dst_rank)
+                if self._tensors is None or tensor in self._tensors
                 for found in self._plan.into(dst_rank, tensor)
                 if isinstance(found, Move)
             ]
@@ -124,17 +142,13 @@ class Windows:
             filled += more
         return (*buckets, _bucket(now, incoming)) if now else tuple(buckets)
 
-    def region_elements(self, dst_rank: int) -> int:
-        """Elements of the largest window of a rank."""
-        return max((window.num_elements for window in self.of(dst_rank)), default=0)
-
     def _cut(self, moves: Sequence[Move]) -> Iterator[Window]:
         """Every source's moves, in the order of the model, are spread evenly over the windows."""
         most = max(1, self._max // PIECES_A_WINDOW)
         of_source: dict[int, list[Move]] = {}
         for move in sorted(moves, key=lambda m: (self._plan.order[m.tensor], m.box.spans)):
-            parts = (Move(move.tensor, box, move.src_rank, move.dst_rank) for box in split(move.box, most))
-            of_source.setdefault(move.src_rank, []).extend(parts)
+            cut = (replace(move, box=box) for box in split(move.box, most))
+            of_source.setdefault(move.src_rank, []).extend(cut)
         steps = max(1, sum(move.box.num_elements for move in moves) // most)
         placed = []
         for src, parts in of_source.items():
@@ -180,7 +194,7 @@ class Windows:
                     last.append(move)
             for moves in joined:
                 src = moves[0].src_rank
-                key = (window.number, self._turn(src, dst_rank), src, numbers.setdefault(src, 0))
+                key = (window.number, self._turn(src, dst_rank), src, False, numbers.setdefault(src, 0))
                 numbers[src] += 1
                 yield Message(src, dst_rank, tuple(moves), sum(m.box.num_elements for m in moves), key)
 
@@ -219,6 +233,10 @@ class Windowed:
         """See `Destination.arrived`: it lies where it should."""
         self._coming[message.key[0]] -= 1
         self._hand_over()
+
+    def held(self, move: Move) -> Tensor:
+        """See `Destination.held`: `Windows` refuses such plans."""
+        raise AssertionError("reshard: what was handed over cannot be passed on")
 
     def own(self) -> None:
         """See `Destination.own`."""

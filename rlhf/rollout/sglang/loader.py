@@ -156,7 +156,7 @@ class _Transfer:
         self._has_finished = True
 
     def sums(self, tensors: Iterable[str]) -> dict[str, int]:
-        """Checksum of each tensor as far as the rank holds it, from the parameters; what lies there twice counts once."""
+        """Checksum of each tensor as far as the rank holds it, from the parameters; what is held twice counts once."""
         return {tensor: self._sum(tensor) for tensor in tensors}
 
     def _sum(self, tensor: str) -> int:
@@ -182,7 +182,7 @@ def own_params(model: torch.nn.Module) -> dict[str, Tensor]:
     """
     found = {}
     for name, param in model.named_parameters():
-        if param.dim() > 2 and not param.is_contiguous():  # noqa: PLR2004  matrices need no folding
+        if param.dim() > 2 and not param.is_contiguous():
             raise WeightSyncError(
                 f"weight update: {name} {tuple(param.shape)} has strides {param.stride()}; needs a contiguous block an "
                 "expert; choose another moe_runner_backend"
@@ -207,8 +207,8 @@ def check_unpacked(model: torch.nn.Module) -> None:
             repacks.append(type(method).__name__)
         if repacks:
             raise WeightSyncError(
-                f"weight update: {name} keeps its weights repacked ({', '.join(repacks)}); needs them as the checkpoint "
-                "has them; start the engine without AMX, quantisation, aiter, trtllm and interleaved experts"
+                f"weight update: {name} keeps its weights repacked ({', '.join(repacks)}); needs them as the "
+                "checkpoint has them; start the engine without AMX, quantisation, aiter, trtllm and interleaved experts"
             )
 
 
@@ -219,8 +219,8 @@ def check_held(coming: Coming, params: Mapping[str, Tensor]) -> None:
             param, place = params.get(one.param), one.param_box(one.box)
             if param is None:
                 raise WeightSyncError(
-                    f"weight update: the engine has no parameter {one.param}, which should hold {one.tensor}; needs the "
-                    "model that the layout describes"
+                    f"weight update: the engine has no parameter {one.param}, which should hold {one.tensor}; needs "
+                    "the model that the layout describes"
                 )
             fits = param.dim() == len(place.spans) and all(
                 stop <= extent for (_, stop), extent in zip(place.spans, param.shape, strict=True)
@@ -277,4 +277,3 @@ def _settle(region: Tensor) -> None:
     """Copies from a region of device memory are done when this returns. Never run on a device."""
     if region.is_cuda:
         torch.cuda.current_stream(region.device).synchronize()
-

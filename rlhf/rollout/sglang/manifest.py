@@ -1,4 +1,4 @@
-"""What a scheduler must know of a transfer, as JSON and back: what its rank holds, and what lies where in which window."""
+"""What a scheduler must know of a transfer, as JSON and back: what its rank holds, what lies where in which window."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -64,9 +64,7 @@ def read_manifest(told: Mapping[str, Any]) -> Coming:
     Raises:
         WeightSyncError: A block of a window lies in nothing that the rank holds.
     """
-    every = [
-        ParamLayout(tensor, _box(spans), param, tuple(start)) for tensor, spans, param, start in told["held"]
-    ]
+    every = [ParamLayout(tensor, _box(spans), param, tuple(start)) for tensor, spans, param, start in told["held"]]
     held: dict[str, tuple[ParamLayout, ...]] = {}
     for one in every:
         held[one.tensor] = (*held.get(one.tensor, ()), one)
@@ -80,7 +78,9 @@ def read_manifest(told: Mapping[str, Any]) -> Coming:
     )
 
 
-def _landing(held: Mapping[str, Sequence[ParamLayout]], tensor: str, spans: Sequence[Sequence[int]], at: int) -> Landing:
+def _landing(
+    held: Mapping[str, Sequence[ParamLayout]], tensor: str, spans: Sequence[Sequence[int]], at: int
+) -> Landing:
     box = _box(spans)
     for one in held.get(tensor, ()):
         if len(one.box.spans) == len(box.spans) and one.box.contains(box):

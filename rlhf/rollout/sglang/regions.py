@@ -149,9 +149,7 @@ def _mapped(fd: int, elements: int, dtype: str) -> tuple[Tensor, ...]:
 def _opened(told: Mapping[str, Any], elements: int, dtype: str) -> tuple[Tensor, ...]:
     """Device memory of another process on the GPU that both see. Never run."""
     here = [
-        at
-        for at in range(torch.cuda.device_count())
-        if str(torch.cuda.get_device_properties(at).uuid) == told["uuid"]
+        at for at in range(torch.cuda.device_count()) if str(torch.cuda.get_device_properties(at).uuid) == told["uuid"]
     ]
     if not here:
         raise EngineError(

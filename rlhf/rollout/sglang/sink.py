@@ -1,7 +1,7 @@
 """A rank's door to its scheduler: windows of weights go through regions that both see, errors and sums come back."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -95,7 +95,7 @@ class SchedulerSink:
         needs_complete, self.needs_complete = self.needs_complete, True  # until all went well
         self._num_loaded = 0
         self._open()
-        self._make_room(max((window.num_elements for window in manifest.windows), default=0), dtype)
+        self._make_room(manifest.region_elements, dtype)
         told: dict[str, Any] = {"do": "begin", "id": str(id(manifest)), "anew": needs_complete and self._is_anew}
         if id(manifest) not in self._known:
             padding = padding_elements(self._spec, self._sizes, self._tp_rank)
@@ -158,9 +158,7 @@ class SchedulerSink:
             self._serving = threading.Thread(target=self._serve, args=(self._port,), name="rlhf-load", daemon=True)
             self._serving.start()
         if self._channel is None:
-            self._channel = self._door.open(
-                peer=self._peer, limit_s=self._limit_s, while_waiting=self._raise_failure
-            )
+            self._channel = self._door.open(peer=self._peer, limit_s=self._limit_s, while_waiting=self._raise_failure)
 
     def _serve(self, port: UpdatePort) -> None:
         try:

@@ -1,0 +1,102 @@
+"""Where a rank's destination parameters are: in this process, or behind a sink in another."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rlhf.errors import LayoutError
+from rlhf.reshard.execute import Destination, LocalParams, Params
+from rlhf.reshard.routes import Route, Routes
+from rlhf.reshard.verify import held_sums
+from rlhf.reshard.windows import Manifest, Windowed, WindowSink
+
+
+class Endpoint(Protocol):
+    """One rank's destination of one transfer."""
+
+    @property
+    def needs_complete(self) -> bool:
+        """It may have lost the weights of earlier transfers."""
+
+    def begin(self, route: Route) -> None:
+        """The transfer starts."""
+
+    def into(self, route: Route, src: LocalParams, device: torch.device) -> Destination:
+        """What takes the blocks."""
+
+    def sums(self, tensors: Sequence[str]) -> Mapping[str, int]:
+        """Checksums of what the rank holds, after the transfer."""
+
+    def end(self) -> None:
+        """The transfer is over, well or not."""
+
+
+class InPlace:
+    """An `Endpoint`: parameters of this process; none on a rank outside the destination's pool."""
+
+    needs_complete = False
+
+    def __init__(self, routes: Routes, rank: int, params: Mapping[str, Tensor]) -> None:
+        self._routes, self._held = routes, routes.plan.dst_index.of_rank(rank)
+        self._params = LocalParams(routes.plan.dst_index, rank, params, side="destination")
+
+    def begin(self, route: Route) -> None:
+        """See `Endpoint.begin`."""
+
+    def into(self, route: Route, src: LocalParams, device: torch.device) -> Destination:
+        """See `Endpoint.into`."""
+        return Params(route.part, src, self._params, device)
+
+    def sums(self, tensors: Sequence[str]) -> Mapping[str, int]:
+        """See `Endpoint.sums`."""
+        return held_sums(self._routes.part, self._held, self._params, tensors)
+
+    def end(self) -> None:
+        """See `Endpoint.end`."""
+
+
+class Behind:
+    """An `Endpoint`: parameters of another process, behind a sink."""
+
+    def __init__(self, sink: WindowSink, dtype: str) -> None:
+        self._sink, self._dtype = sink, dtype
+        self.sums = sink.sums
+        self.end = sink.end
+
+    @property
+    def needs_complete(self) -> bool:
+        """See `Endpoint.needs_complete`."""
+        return self._sink.needs_complete
+
+    def begin(self, route: Route) -> None:
+        """See `Endpoint.begin`."""
+        self._sink.begin(_manifest(route), self._dtype)
+
+    def into(self, route: Route, src: LocalParams, device: torch.device) -> Destination:
+        """See `Endpoint.into`."""
+        return Windowed(_manifest(route).windows, route.receives, src, self._sink)
+
+
+def endpoint(routes: Routes, rank: int, given: Mapping[str, Tensor] | WindowSink) -> Endpoint:
+    """The endpoint of a rank that brings its parameters or a sink.
+
+    Raises:
+        LayoutError: It brings the one where the transfer was made for the other, or parameters that do not fit.
+    """
+    is_behind = routes.route().manifest is not None
+    if isinstance(given, Mapping) == is_behind:
+        raise LayoutError(
+            f"reshard: destination rank {rank} brings a {type(given).__name__}; needs "
+            f"{'a WindowSink' if is_behind else 'a mapping of its parameters'}, since the transfer was made with "
+            f"windowed={routes.windowed}; change one of them"
+        )
+    if isinstance(given, Mapping):
+        return InPlace(routes, rank, given)
+    return Behind(given, routes.plan.dst.dtype)
+
+
+def _manifest(route: Route) -> Manifest:
+    assert route.manifest is not None, "there is a sink only where there is a manifest"
+    return route.manifest
