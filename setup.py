@@ -27,6 +27,39 @@ CORE = [
     "tensorboard",
     "wandb",
 ]
+SGLANG_CPU = [
+    "aiohttp",
+    "apache-tvm-ffi",
+    "compressed-tensors",
+    "dill",
+    "distro",
+    "fastapi",
+    "gguf",
+    "ipython",
+    "mistral-common",
+    "msgspec",
+    "nvidia-ml-py",
+    "openai",
+    "orjson",
+    "partial-json-parser",
+    "pillow",
+    "pybase64",
+    "pydantic",
+    "python-multipart",
+    "pyzmq",
+    "regex",
+    "requests",
+    "scipy",
+    "setproctitle",
+    "tiktoken",
+    "tqdm",
+    "triton",
+    "uvicorn",
+    "uvloop",
+    "watchfiles",
+    "zstandard",
+]
+"""What SGLang imports on a CPU. It comes without what it asks for itself, most of which is for GPUs: scripts/setup.sh."""
 TEST = ["pytest", "pytest-timeout", "hypothesis"]
 DEV = ["ruff", "mypy"]
 
@@ -40,6 +73,7 @@ setup(
     extras_require={
         "gpu": ["transformer-engine[core_cu13,pytorch]", "flash-attn"],
         "sglang": ["sglang"],
+        "sglang-cpu": SGLANG_CPU,
         "test": TEST,
         "dev": TEST + DEV,
     },

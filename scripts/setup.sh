@@ -4,12 +4,13 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: scripts/setup.sh [core|test|dev]
+usage: scripts/setup.sh [core|test|dev] [sglang]
 
 Makes .venv in the project's folder with the versions of constraints.txt. Returns at once when nothing changed.
-  core   what a run needs (default)
-  test   core and pytest, hypothesis
-  dev    test and ruff, mypy
+  core     what a run needs (default)
+  test     core and pytest, hypothesis
+  dev      test and ruff, mypy
+  sglang   beside one of these: SGLang for rollouts on CPUs (rollout.engine=sglang); 0.6 GB more to download
 
 pip's own settings hold (pip.conf, PIP_INDEX_URL, ...). From plain PyPI torch comes as its CUDA build, which works on
 a machine without a GPU too. For the small CPU build:
@@ -18,17 +19,24 @@ a machine without a GPU too. For the small CPU build:
 examples:
   scripts/setup.sh
   scripts/setup.sh dev
+  scripts/setup.sh test sglang
 TEXT
 }
 
-case "${1:-core}" in
+wanted=core sglang=""
+for word in "$@"; do
+    case "$word" in
+        core | test | dev) wanted="$word" ;;
+        sglang) sglang=1 ;;
+        -h | --help) usage && exit 0 ;;
+        *) usage >&2 && exit 2 ;;
+    esac
+done
+case "$wanted" in
     core) extras="" stamps=(core) ;;
     test) extras="[test]" stamps=(core test) ;;
     dev) extras="[dev]" stamps=(core test dev) ;;
-    -h | --help) usage && exit 0 ;;
-    *) usage >&2 && exit 2 ;;
 esac
-wanted="${1:-core}"
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd "$root"
 log=.cache/setup.log
@@ -44,8 +52,10 @@ fingerprint() {
 }
 
 is_current() {
-    local stamp=".venv/.made-$wanted"
-    [[ -f $stamp && -x .venv/bin/python && "$(<"$stamp")" == "$(fingerprint)" ]]
+    local stamp
+    for stamp in "$wanted" ${sglang:+sglang}; do
+        [[ -f .venv/.made-$stamp && -x .venv/bin/python && "$(<".venv/.made-$stamp")" == "$(fingerprint)" ]] || return 1
+    done
 }
 
 find_python() {
@@ -67,9 +77,11 @@ check_machine() {
     [[ "$(uname -s)" == Linux ]] || fail "system: found $(uname -s); needs Linux; use a Linux machine or container"
     local free
     free="$(free_gib)"
-    ((free >= 4)) || fail "disk: $free GiB free in $root; needs 4 GiB (10 GiB with torch's CUDA build); free some space"
+    ((free >= 4 + 3 * sglang)) ||
+        fail "disk: $free GiB free in $root; needs $((4 + 3 * sglang)) GiB (10 GiB with torch's CUDA build); free some space"
     echo "setup: $1 ($("$1" --version)), $free GiB free"
     echo "setup: downloads about 0.6 GB with torch's CPU build (2-4 minutes), 3 GB with its CUDA build (4-10 minutes);"
+    [[ -z $sglang ]] || echo "setup: downloads about 0.6 GB more for SGLang (1-2 minutes)"
     echo "setup: pip decides which from your settings (scripts/setup.sh --help says how to choose the CPU build)"
     ((free >= 10)) || echo "setup: note: the CUDA build needs 10 GiB; $free GiB may not do for it"
 }
@@ -115,6 +127,11 @@ install() {
     fi
     step "installing torch" "${pip[@]}" torch
     step "installing the rest" "${pip[@]}" --use-pep517 --no-build-isolation --editable ".$extras"
+    if [[ -n $sglang ]]; then
+        step "installing what SGLang imports" "${pip[@]}" --use-pep517 --no-build-isolation --editable '.[sglang-cpu]'
+        step "installing SGLang" "${pip[@]}" --no-deps sglang xgrammar
+        stamps+=(sglang)
+    fi
     local stamp
     for stamp in "${stamps[@]}"; do
         fingerprint >".venv/.made-$stamp"

@@ -3,6 +3,10 @@
 from dataclasses import dataclass, field
 
 from rlhf.config.checks import at_least, between, more_than, refuse
+from rlhf.config.sglang import SGLangConfig
+
+BUILT_IN = ("native", "sglang")
+"""Engines of this package."""
 
 MIN_TEMPERATURE = 1e-3
 """Below it float32's rounding of logits, divided by the temperature, is no longer small beside a log-prob."""
@@ -48,7 +52,7 @@ class RolloutConfig:
     """The rollout pool: `dp` engines of `tp` ranks each, from first_rank on."""
 
     engine: str = "native"
-    """native (embedded, any device), or the import path `package.module:factory` of another engine."""
+    """native (embedded, any device), sglang, or the import path `package.module:factory` of another engine."""
     tp: int = 1
     """Ranks of one engine."""
     dp: int = 1
@@ -61,13 +65,19 @@ class RolloutConfig:
     """Room for keys and values in one engine, in tokens."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Of training rollouts."""
+    sglang: SGLangConfig = field(default_factory=SGLangConfig)
+    """Of the engine sglang alone."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "dp", "max_running", "kv_cache_tokens"):
             at_least(f"rollout.{name}", getattr(self, name), 1)
         at_least("rollout.first_rank", self.first_rank, 0)
-        if self.engine != "native" and ":" not in self.engine:
-            refuse(f"rollout.engine: {self.engine!r} given; needs native or package.module:factory; change it")
+        if self.engine not in BUILT_IN and ":" not in self.engine:
+            refuse(f"rollout.engine: {self.engine!r} given; needs native, sglang or package.module:factory; change it")
+        if self.engine == "sglang" and self.tp % self.sglang.ep:
+            refuse(
+                f"rollout.sglang.ep: {self.sglang.ep} given, but rollout.tp = {self.tp}; needs a divisor; change one"
+            )
         if self.sampling.max_new_tokens >= self.kv_cache_tokens:
             refuse(
                 f"rollout.kv_cache_tokens: {self.kv_cache_tokens} cannot hold one response of "

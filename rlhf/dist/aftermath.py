@@ -4,6 +4,8 @@ Processes are told by the job's id and the node's rank in their environment, nev
 """
 
 import re
+import shutil
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,9 +55,12 @@ def sweep(job_id: str, node_rank: int, beats: Sequence[Beat], *, patience_s: flo
         process.kill()
     psutil.wait_procs(left, timeout=10)
     pids = {pid for beat in beats for pid in (beat.pid, *beat.children)} | {process.pid for process in left}
-    for path in [path for pid in sorted(pids) for path in SHM.glob(f"torch_{pid}_*")]:
+    for path in [path for pid in sorted(pids) for kind in ("torch", "rlhf") for path in SHM.glob(f"{kind}_{pid}_*")]:
         path.unlink(missing_ok=True)
         said.append(f"freed shared memory {path.name}")
+    for path in [path for pid in sorted(pids) for path in Path(tempfile.gettempdir()).glob(f"rlhf_{pid}_*")]:
+        shutil.rmtree(path, ignore_errors=True)
+        said.append(f"removed {path}")
     return said
 
 

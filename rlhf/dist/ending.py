@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,14 +25,32 @@ _KEEPERS = ("multiprocessing.resource_tracker", "torch_shm_manager")  # free sha
 
 def end_children(*, but: Collection[int] = ()) -> None:
     """Kill the descendants of this process, but for those that free shared memory and then leave by themselves."""
-    for child in psutil.Process().children(recursive=True):
-        if child.pid in but:
+    _kill(psutil.Process().children(recursive=True), but)
+
+
+def end_tree(pid: int, *, patience_s: float = 10.0) -> None:
+    """Kill a process and its descendants, with the same exceptions, and wait until they are gone."""
+    try:
+        root = psutil.Process(pid)
+        tree = [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    psutil.wait_procs(_kill(tree), timeout=patience_s)
+
+
+def _kill(processes: Iterable[psutil.Process], but: Collection[int] = ()) -> list[psutil.Process]:
+    """Those that were killed."""
+    killed = []
+    for process in processes:
+        if process.pid in but:
             continue
         try:
-            if not any(keeper in part for part in child.cmdline() for keeper in _KEEPERS):
-                child.kill()
+            if not any(keeper in part for part in process.cmdline() for keeper in _KEEPERS):
+                process.kill()
+                killed.append(process)
         except psutil.NoSuchProcess:
             continue
+    return killed
 
 
 class Ending:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -91,6 +92,21 @@ def _read_place() -> _Place:
         torchrun=torchrun,
         launcher=int(env.get("RLHF_LAUNCHER_PID", "0")),
     )
+
+
+_OF_A_RANK = re.compile(
+    r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_.*|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|TORCH_NCCL_.*|OMP_NUM_THREADS|SGLANG_.*"
+)
+
+
+def environment_of_no_rank(**changes: str) -> dict[str, str]:
+    """This process's environment for a child that must not take itself for a rank of the job, with some changes.
+
+    Without the launcher's variables (with TORCHELASTIC_USE_AGENT_STORE a group of the child's own would wait for ever)
+    and without SGLANG_*, whose options come from the config. The job's marks stay: by them the child is found and ended.
+    """
+    kept = {name: value for name, value in os.environ.items() if not _OF_A_RANK.fullmatch(name)}  # noqa: TID251
+    return kept | changes
 
 
 def _bind_loopback() -> None:

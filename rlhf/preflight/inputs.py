@@ -4,25 +4,32 @@ Reads headers only and imports no torch: scripts/launch.sh asks it first, then e
 """
 
 import importlib.util
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from rlhf.config.checks import Faults, noted, refuse
 from rlhf.config.data import DataConfig
 from rlhf.config.model import FrozenRoleConfig, TrainedRoleConfig
-from rlhf.config.rollout import SamplingConfig
+from rlhf.config.rollout import RolloutConfig, SamplingConfig
 from rlhf.config.run import PPORunConfig, RunConfig
 from rlhf.data.row_files import check_there
 from rlhf.families.admissible import check_layout, check_trainable
 from rlhf.families.folder import check_whole, find_folder, resolve_folder
 from rlhf.families.frozen import frozen_tensors
-from rlhf.families.inherit import inherited_tensors
 from rlhf.families.published import find_published
 from rlhf.families.registry import read_spec
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.rollout.native.layout import check_tp
+from rlhf.rollout.sglang.layout import Sizes, check_sizes
 
 Role = TrainedRoleConfig | FrozenRoleConfig
+
+_TP_RULES: dict[str, Callable[[ModelSpec, RolloutConfig], None]] = {
+    "native": lambda spec, rollout: check_tp(spec, rollout.tp),
+    "sglang": lambda spec, rollout: check_sizes(spec, Sizes(rollout.tp, rollout.sglang.ep)),
+}
+"""Whether an engine's ranks can share the model."""
 
 
 def check_inputs(
@@ -55,33 +62,21 @@ def check_inputs(
                 on_published(name, role.model.path)
             else:
                 specs[name] = _checked_folder(name, role, save_hf=config.save_hf)
-        if name in specs:
-            _check_role(name, role, specs[name], faults)
+        if name in specs and not faults.doubts(rf"{name}\.parallel(\..*)?"):
+            with noted():
+                check_layout(specs[name], role.parallel, where=f"{name}.parallel")
+        if name in specs and isinstance(role, TrainedRoleConfig):
+            with noted():
+                check_trainable(specs[name], where=f"{name}.model.path")
+            if not faults.doubts(rf"{name}\.freeze"):
+                head = Head.VALUE if name == "critic" else Head.LM
+                frozen_tensors(specs[name], role.freeze, head=head, where=f"{name}.freeze")
     if config.data.source in ("jsonl", "parquet"):
         with noted():
             check_there(config.data.source, Path(config.data.path))
     if isinstance(config, PPORunConfig):
         _check_generation(config, specs, faults)
-        for name in config.inheritors().keys() & specs.keys() if "actor" in specs else ():
-            heads = {"src_head": Head.LM, "dst_head": _head_of(name)}
-            inherited_tensors(specs["actor"], specs[name], **heads, where=f"{name}.model.init", source="actor")
     return specs
-
-
-def _check_role(name: str, role: Role, spec: ModelSpec, faults: Faults) -> None:
-    """Whether the model admits its layout, and what training does with it."""
-    if not faults.doubts(rf"{name}\.parallel(\..*)?"):
-        with noted():
-            check_layout(spec, role.parallel, where=f"{name}.parallel")
-    if isinstance(role, TrainedRoleConfig):
-        with noted():
-            check_trainable(spec, where=f"{name}.model.path")
-        if not faults.doubts(rf"{name}\.freeze"):
-            frozen_tensors(spec, role.freeze, head=_head_of(name), where=f"{name}.freeze")
-
-
-def _head_of(role: str) -> Head:
-    return Head.VALUE if role == "critic" else Head.LM
 
 
 def roles_of(config: RunConfig) -> dict[str, Role]:
@@ -99,11 +94,24 @@ def _check_generation(config: PPORunConfig, specs: dict[str, ModelSpec], faults:
             _check_stop_ids(f"{name}.sampling.stop_token_ids", sampling.stop_token_ids, actor.vocab_size)
         _check_positions(f"{name}.sampling.max_new_tokens", sampling, config.data, specs)
     _check_place("reward.function", config.reward.function)
-    if config.rollout.engine != "native":
+    if config.rollout.engine == "sglang":
+        _check_sglang(config.rollout)
+    elif config.rollout.engine != "native":
         _check_place("rollout.engine", config.rollout.engine)
-    elif actor is not None and not faults.doubts(r"rollout\.tp"):
+    if actor is not None and config.rollout.engine in _TP_RULES and not faults.doubts(r"rollout\.(tp|sglang\.ep)"):
         with noted():
-            check_tp(actor, config.rollout.tp)
+            _TP_RULES[config.rollout.engine](actor, config.rollout)
+
+
+def _check_sglang(config: RolloutConfig) -> None:
+    if config.sglang.python:
+        if shutil.which(config.sglang.python) is None:
+            refuse(f"rollout.sglang.python: {config.sglang.python} is no program; needs an interpreter; change it")
+    elif importlib.util.find_spec("sglang") is None:
+        refuse(
+            "rollout.engine: sglang given, but SGLang is not installed; needs it in the job's environment; run "
+            "scripts/setup.sh core sglang (on a GPU: set rollout.sglang.python, see README.md)"
+        )
 
 
 def _checked_folder(name: str, role: Role, *, save_hf: str) -> ModelSpec:

@@ -1,6 +1,7 @@
 """What the trainer asks of a rollout engine. Knows no engine."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -11,6 +12,7 @@ from rlhf.config.rollout import RolloutConfig, SamplingConfig
 from rlhf.data.batch import PromptBatch, Rollout
 from rlhf.families.spec import ModelSpec
 from rlhf.reshard.layout import ModelLayout
+from rlhf.reshard.windows import WindowSink
 
 ProgressFn = Callable[[int, int], None]
 """Called as (responses finished, responses asked for) again and again while an engine works, on each of its ranks."""
@@ -47,8 +49,11 @@ class RolloutEngine(Protocol):
         """What each rank of the whole rollout pool (all engines) holds in its `params`. Pure."""
         ...
 
-    def params(self) -> dict[str, Tensor]:
-        """This rank's weights by the names of `layout`. They may be written to between calls, in place."""
+    def params(self) -> dict[str, Tensor] | WindowSink:
+        """This rank's weights by the names of `layout`. They may be written to between calls, in place.
+
+        An engine whose weights another process holds gives the door to it.
+        """
         ...
 
     def weights_updated(self, policy_version: int) -> None:
@@ -83,12 +88,14 @@ class EngineFactory(Protocol):
         run_seed: int,
         eos_token_ids: tuple[int, ...],
         on_progress: ProgressFn | None = None,
+        log_folder: Path | None = None,
     ) -> RolloutEngine:
         """Args beyond the config.
 
         tp_group: ranks of this engine, for tensors on the device; None when the engine is one rank.
         cpu_group: the same ranks, for tensors in host memory (gloo).
         eos_token_ids: the model's own end-of-sequence tokens; they end a response like `stop_token_ids` do.
+        log_folder: where an engine with processes of its own writes their logs.
         """
         ...
 

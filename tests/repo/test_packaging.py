@@ -40,7 +40,7 @@ def pins() -> dict[str, str]:
 
 def test_every_dependency_is_pinned_exactly() -> None:
     lists = setup_lists()
-    assert set(lists) == {"CORE", "TEST", "DEV"}
+    assert set(lists) == {"CORE", "TEST", "DEV", "SGLANG_CPU"}
     wanted = {plain_name(r) for names in lists.values() for r in names}
     pinned = pins()
     assert not (missing := wanted - set(pinned)), f"constraints.txt: no pin for {sorted(missing)}"
@@ -94,4 +94,4 @@ def test_scripts_explain_themselves(name: str) -> None:
 def test_setup_refuses_an_unknown_set() -> None:
     done = subprocess.run([REPO / "scripts" / "setup.sh", "everything"], capture_output=True, text=True)
     assert done.returncode == 2
-    assert "core|test|dev" in done.stderr
+    assert "core|test|dev] [sglang]" in done.stderr

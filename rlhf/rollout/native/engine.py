@@ -2,6 +2,7 @@
 
 from itertools import groupby
 from operator import itemgetter
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,9 +13,10 @@ from rlhf.data.batch import PromptBatch, Rollout
 from rlhf.errors import EngineError
 from rlhf.families.spec import ModelSpec
 from rlhf.reshard.layout import ModelLayout
+from rlhf.rollout.admission import check_fits, check_vocabulary
 from rlhf.rollout.engine import ProgressFn
 from rlhf.rollout.native.decoder import Decoder
-from rlhf.rollout.native.kv_cache import KvCache, check_fits
+from rlhf.rollout.native.kv_cache import KvCache
 from rlhf.rollout.native.layout import native_layout
 from rlhf.rollout.native.model import NativeModel
 from rlhf.rollout.native.peers import Peers
@@ -40,6 +42,7 @@ class NativeEngine:
         run_seed: int,
         eos_token_ids: tuple[int, ...],
         on_progress: ProgressFn | None = None,
+        log_folder: Path | None = None,
     ) -> None:
         self._spec, self._config, self._run_seed = spec, config, run_seed
         self._eos_token_ids = eos_token_ids
@@ -64,10 +67,16 @@ class NativeEngine:
                 )
             mine = (prompts.tokens.values.cpu(), prompts.tokens.lengths, prompts.sample_ids.cpu())
         tokens, lengths, sample_ids = self._peers.share_rows(mine, count=3)
-        check_vocabulary(tokens, lengths, sample_ids, vocab_size=self._spec.vocab_size)
+        check_vocabulary(tokens, lengths, sample_ids, vocab_size=self._spec.vocab_size, where="native engine")
         rows: list[tuple[SamplingConfig, Row]] = []
         for row, sample_id in zip(tokens.split(lengths.tolist()), sample_ids.tolist(), strict=True):
-            check_fits(row.numel(), sampling.max_new_tokens, self._config.kv_cache_tokens, sample_id=sample_id)
+            check_fits(
+                row.numel(),
+                sampling.max_new_tokens,
+                self._config.kv_cache_tokens,
+                sample_id=sample_id,
+                where="native engine",
+            )
             seed = sample_seed(self._run_seed, sample_id, attempt)
             rows.append((sampling, Row(len(self._rows) + len(rows), tuple(row.tolist()), seed)))
         self._rows += rows
@@ -144,15 +153,3 @@ class NativeEngine:
     def _stop_ids(self, sampling: SamplingConfig) -> Tensor:
         ids = [] if sampling.ignore_eos else sorted({*self._eos_token_ids, *sampling.stop_token_ids})
         return torch.tensor(ids, dtype=torch.int64, device=self._model.device)
-
-
-def check_vocabulary(tokens: Tensor, lengths: Tensor, sample_ids: Tensor, *, vocab_size: int) -> None:
-    """Raise EngineError at a token outside the vocabulary: padding rows of the embedding would take it in silence."""
-    outside = (tokens < 0) | (tokens >= vocab_size)
-    if bool(outside.any()):
-        at = int(outside.nonzero()[0])
-        row = int((lengths.cumsum(0) <= at).sum())
-        raise EngineError(
-            f"native engine: sample {int(sample_ids[row])} has prompt token {int(tokens[at])}; the model has "
-            f"0..{vocab_size - 1}; use the tokenizer of the model's own folder"
-        )

@@ -10,7 +10,6 @@ from math import ceil, prod
 import torch
 from torch import Tensor
 
-from rlhf.errors import EngineError
 from rlhf.rollout.native.memory import SPAN_STEP
 
 
@@ -70,14 +69,3 @@ class KvCache:
         """The first tokens of slots into other slots."""
         for layer in self._layers:
             layer[:, target, :, :length] = layer[:, source, :, :length]
-
-
-def check_fits(num_tokens: int, max_new_tokens: int, kv_cache_tokens: int, *, sample_id: int) -> None:
-    """Raise EngineError unless a prompt and its response can be held at all."""
-    if num_tokens == 0:
-        raise EngineError(f"native engine: sample {sample_id} has an empty prompt; needs at least one token; drop it")
-    if num_tokens + max_new_tokens > kv_cache_tokens:
-        raise EngineError(
-            f"native engine: sample {sample_id} needs {num_tokens} prompt tokens + sampling.max_new_tokens = "
-            f"{max_new_tokens}, but rollout.kv_cache_tokens = {kv_cache_tokens}; raise it, or shorten one of the others"
-        )

@@ -1,0 +1,230 @@
+"""The rollout engine on SGLang: its leader rank speaks to the host process, the other ranks stand by."""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from rlhf.config.rollout import RolloutConfig, SamplingConfig
+from rlhf.data.batch import PromptBatch, Rollout
+from rlhf.dist.job import environment_of_no_rank
+from rlhf.errors import EngineError
+from rlhf.families.registry import hf_config
+from rlhf.families.spec import ModelSpec
+from rlhf.reshard.layout import ModelLayout
+from rlhf.rollout.admission import check_fits, check_vocabulary
+from rlhf.rollout.engine import ProgressFn
+from rlhf.rollout.seeds import sample_seed
+from rlhf.rollout.sglang.layout import Sizes, sglang_layout
+from rlhf.rollout.sglang.process import HostPort, HostProcess
+from rlhf.rollout.sglang.responses import rollout_of
+from rlhf.rollout.sglang.server_args import NO_VERSION, Place, cpu_environment, sampling_args, server_args
+from rlhf.rollout.sglang.sink import SchedulerSink
+from rlhf.rollout.sglang.team import Team
+from rlhf.rollout.sglang.wire import Errand, Order, Response
+
+WHERE = "sglang engine"
+_DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+class SGLangEngine:
+    """A `RolloutEngine` on SGLang; see there for the methods and `EngineFactory` for the arguments.
+
+    The engine's processes are children of the leader rank. It starts from random weights and answers nothing before a
+    first update, which comes in through `params`, a `WindowSink`, and ends with `weights_updated`.
+
+    Where it differs from the protocol: SGLang draws from one random state a scheduler, seeded once by `run_seed`, so a
+    sample's tokens also depend on which others it runs with and on how many were drawn before; `attempt` and the
+    sample's own seed are passed on and have no effect. With `rollout.sglang.deterministic` SGLang honours them, on
+    GPUs only (on CPUs its torch attention is not among the kernels that it allows for that).
+
+    Log-probs are of the distribution that the temperature gives, before top-p and top-k cut it (not renormalised), as
+    the native engine's are; at temperature 0, of temperature 1.
+
+    Raises:
+        EngineError: The engine did not start (with the end of its log), or its ranks cannot share one. On all ranks.
+        LayoutError: SGLang's parameters are not those that `layout` describes.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        config: RolloutConfig,
+        *,
+        tp_group: ProcessGroup | None,
+        cpu_group: ProcessGroup | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        run_seed: int,
+        eos_token_ids: tuple[int, ...],
+        on_progress: ProgressFn | None = None,
+        log_folder: Path | None = None,
+    ) -> None:
+        self._spec, self._config, self._run_seed, self._dtype = spec, config, run_seed, dtype
+        self._eos_token_ids, self._on_progress = eos_token_ids, on_progress
+        self._team = Team(cpu_group)
+        if self._team.size != config.tp:
+            raise EngineError(f"{WHERE}: cpu_group has {self._team.size} ranks, but rollout.tp = {config.tp}")
+        self._prompts: list[PromptBatch] = []
+        self._sampling: list[dict[str, Any]] = []
+        self._version, self._awake = NO_VERSION, True
+        self._folder: Path | None = None
+        self._host: HostProcess | None = None
+        self._sink: SchedulerSink | None = None
+        place = Place(device.type, self._team.first_gpu(device), _DTYPE_NAMES[dtype])
+        self._team.together(lambda: self._start(place, log_folder))
+        self._port = None if self._host is None else HostPort(self._host)
+        self._sink = SchedulerSink(
+            spec,
+            Sizes(config.tp, config.sglang.ep),
+            tp_rank=self._team.rank,
+            dtype=place.dtype,
+            port=self._port,
+            cpu_group=cpu_group,
+            device=device,
+        )
+        self._sink.check_model()
+
+    # Sampling
+
+    def submit(self, prompts: PromptBatch | None, sampling: SamplingConfig, *, attempt: int = 0) -> None:
+        """See `RolloutEngine.submit`."""
+        self._team.together(lambda: self._queue(prompts, sampling, attempt))
+
+    def collect(self) -> Rollout | None:
+        """See `RolloutEngine.collect`.
+
+        Raises:
+            EngineError: As there; also when the host process died, hangs, or answered by other weights than the last
+                update's. On all ranks.
+        """
+        if not self._awake:
+            raise EngineError(f"{WHERE}: asleep; needs the memory of keys and values; call wake() first")
+        return self._team.together(self._answer)
+
+    def generate(self, prompts: PromptBatch | None, sampling: SamplingConfig, *, attempt: int = 0) -> Rollout | None:
+        """See `RolloutEngine.generate`."""
+        self.submit(prompts, sampling, attempt=attempt)
+        return self.collect()
+
+    # Weights
+
+    @staticmethod
+    def layout_of(spec: ModelSpec, config: RolloutConfig, *, dtype: str) -> ModelLayout:
+        """See `EngineFactory.layout_of`."""
+        return sglang_layout(
+            spec, tp=config.tp, ep=config.sglang.ep, dp=config.dp, first_rank=config.first_rank, dtype=dtype
+        )
+
+    def layout(self) -> ModelLayout:
+        """See `RolloutEngine.layout`."""
+        return self.layout_of(self._spec, self._config, dtype=_DTYPE_NAMES[self._dtype])
+
+    def params(self) -> SchedulerSink:
+        """See `RolloutEngine.params`: the weights are in SGLang's processes, and come in through this rank's sink."""
+        assert self._sink is not None, "made with the engine"
+        return self._sink
+
+    def ask_schedulers(self, errand: Errand) -> list[Any] | None:
+        """Run an errand on every scheduler outside of an update; on the leader its values by tp rank. Collective."""
+        return self._team.together(lambda: self._alive.call("ask_schedulers", errand))
+
+    def weights_updated(self, policy_version: int) -> None:
+        """See `RolloutEngine.weights_updated`; ends the update that the sink opened. Keys and values are forgotten."""
+        version = str(policy_version)
+        self._team.together(lambda: self._alive.call("end_update", version))
+        self._version = version
+        if self._port is not None:
+            self._port.is_updating = False
+
+    # Life
+
+    def sleep(self) -> None:
+        """See `RolloutEngine.sleep`. On CPUs SGLang keeps the memory; the cache is emptied."""
+        self._team.together(lambda: self._alive.call("release_memory", ("kv_cache",)) if self._awake else None)
+        self._awake = False
+
+    def wake(self) -> None:
+        """See `RolloutEngine.wake`."""
+        self._team.together(lambda: None if self._awake else self._alive.call("retake_memory", ("kv_cache",)))
+        self._awake = True
+
+    def close(self) -> None:
+        """See `RolloutEngine.close`; ends the engine's processes and no others. Not collective; idempotent."""
+        if self._sink is not None:
+            self._sink.close()
+        if self._host is not None:
+            self._host.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def host_pid(self) -> int:
+        """Process id of the host; on the leader."""
+        return self._alive.pid
+
+    @property
+    def _alive(self) -> HostProcess:
+        assert self._host is not None, "only the leader asks, and it has started the host"
+        return self._host
+
+    def _queue(self, prompts: PromptBatch | None, sampling: SamplingConfig, attempt: int) -> None:
+        if prompts is None:
+            raise EngineError(f"{WHERE}: no prompts on the leader (tp rank 0); needs a PromptBatch, maybe empty")
+        tokens, sample_ids = prompts.tokens, prompts.sample_ids.tolist()
+        check_vocabulary(
+            tokens.values.cpu(), tokens.lengths, prompts.sample_ids, vocab_size=self._spec.vocab_size, where=WHERE
+        )
+        for count, sample_id in zip(tokens.lengths.tolist(), sample_ids, strict=True):
+            check_fits(count, sampling.max_new_tokens, self._config.kv_cache_tokens, sample_id=sample_id, where=WHERE)
+        self._sampling += [
+            sampling_args(sampling, self._eos_token_ids, seed=sample_seed(self._run_seed, sample_id, attempt))
+            for sample_id in sample_ids
+        ]
+        self._prompts.append(prompts)
+
+    def _answer(self) -> Rollout:
+        if self._version == NO_VERSION or (self._port is not None and self._port.is_updating):
+            raise EngineError(f"{WHERE}: it has no weights yet; needs a whole update; call weights_updated() first")
+        if not self._prompts:
+            raise EngineError(f"{WHERE}: nothing was submitted since the last collect; call submit() first")
+        (queued, self._prompts), (sampling, self._sampling) = (self._prompts, []), (self._sampling, [])
+        prompts = queued[0] if len(queued) == 1 else PromptBatch.concat(queued)
+        rows = [row.tolist() for row in prompts.tokens.rows()]
+        responses: list[Response] = self._alive.call("generate", rows, sampling, on_progress=self._on_progress)
+        if self._on_progress is not None:
+            self._on_progress(len(rows), len(rows))
+        wanted = [one["max_new_tokens"] for one in sampling]
+        return rollout_of(prompts, responses, max_new_tokens=wanted, version=self._version)
+
+    def _start(self, place: Place, log_folder: Path | None) -> None:
+        options, rank = self._config.sglang, dist.get_rank() if dist.is_initialized() else 0
+        self._folder = Path(tempfile.mkdtemp(prefix=f"rlhf_{os.getpid()}_engine_"))
+        (self._folder / "config.json").write_text(json.dumps(hf_config(self._spec, dtype=place.dtype)))
+        threads = torch.get_num_threads()
+        changes = {"TMPDIR": str(self._folder), "OMP_NUM_THREADS": str(threads)}
+        changes |= {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+        if place.device == "cpu":
+            cores = sorted(os.sched_getaffinity(0))
+            changes |= cpu_environment(self._config.tp, leader=rank, threads=threads, cores=cores)
+        self._host = HostProcess(
+            Order(
+                parent=os.getpid(),
+                cpu=place.device == "cpu",
+                server_args=server_args(
+                    self._spec, self._config, place=place, model_folder=self._folder, run_seed=self._run_seed
+                ),
+            ),
+            python=options.python,
+            environment=environment_of_no_rank(**changes),
+            log_path=(log_folder or self._folder) / f"engine_{rank}.log",
+            start_limit_s=options.start_limit_s,
+            reply_limit_s=options.reply_limit_s,
+            on_wait=lambda: self._on_progress(0, 0) if self._on_progress else None,
+        )

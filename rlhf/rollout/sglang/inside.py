@@ -1,0 +1,74 @@
+"""What of ours runs inside SGLang's own processes: their entry points, and errands on a scheduler's model.
+
+SGLang's engine spawns its children by these functions, so this module is the first thing that a child imports of
+ours: the shim for CPUs is in place before SGLang is.
+"""
+
+import pickle
+import traceback
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.rollout.sglang.shim import die_with_parent, install_cpu_shim
+from rlhf.rollout.sglang.wire import Errand, Outcome, write_outcome
+
+LOADER = "rlhf.rollout.sglang.inside.load_errand"
+"""The weight loader of ours, as SGLang's server argument `custom_weight_loader` and its `load_format` name it."""
+ERRAND = "errand"
+"""Name of the one tensor that carries an errand past SGLang's own unpickler, which admits no class of ours."""
+RPC = "rlhf_errand"
+"""Method that our entry point gives SGLang's scheduler, for `collective_rpc`."""
+
+
+def run_scheduler(cpu: bool, parent: int, *args: Any, **kwargs: Any) -> None:
+    """A scheduler process from its first line."""
+    _begin(cpu, parent)
+    from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process  # noqa: PLC0415
+
+    setattr(Scheduler, RPC, _run_by_rpc)
+    run_scheduler_process(*args, **kwargs)
+
+
+def run_detokenizer(cpu: bool, parent: int, *args: Any, **kwargs: Any) -> None:
+    """The detokenizer process from its first line."""
+    _begin(cpu, parent)
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process  # noqa: PLC0415
+
+    run_detokenizer_process(*args, **kwargs)
+
+
+def packed_errand(errand: Errand) -> bytes:
+    """An errand as one rank's payload of SGLang's `update_weights_from_tensor`; `load_errand` unpacks it."""
+    body = torch.frombuffer(bytearray(pickle.dumps(errand)), dtype=torch.uint8)
+    return pickle.dumps([(ERRAND, body)], protocol=4)
+
+
+def load_errand(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
+    """SGLang's custom weight loader: runs an errand in the middle of a weight update."""
+    ((name, body),) = named_tensors
+    assert name == ERRAND, name
+    _run(pickle.loads(body.cpu().numpy().tobytes()), model)
+
+
+def _begin(cpu: bool, parent: int) -> None:
+    die_with_parent(parent)
+    if cpu:
+        install_cpu_shim()
+
+
+def _run_by_rpc(scheduler: Any, payload: str) -> None:
+    _run(pickle.loads(bytes.fromhex(payload)), scheduler.tp_worker.model_runner.model)
+
+
+def _run(errand: Errand, model: torch.nn.Module) -> None:
+    """An exception in here would end the scheduler, and with it the engine; the leader rank is to decide that."""
+    from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415
+
+    try:
+        outcome = Outcome(errand.run(model))
+    except Exception as error:  # noqa: BLE001  see above
+        traceback.print_exc()
+        outcome = Outcome(error=f"{type(error).__name__}: {error}")
+    write_outcome(get_parallel().tp_rank, outcome)

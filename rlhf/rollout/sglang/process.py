@@ -1,0 +1,185 @@
+"""An engine's host process as its leader rank sees it: started, asked, watched, ended."""
+
+import contextlib
+import json
+import math
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from rlhf.dist.ending import end_tree
+from rlhf.errors import EngineError
+from rlhf.rollout.engine import ProgressFn
+from rlhf.rollout.sglang.wire import Errand, Order, Progress, Reply, Request
+
+SLICE_S = 0.5
+"""How long the leader rank waits at a time before it looks at the clock."""
+TAIL_LINES = 20
+
+HOST = "rlhf.rollout.sglang.host:main"
+CHILD = (
+    "import importlib, json, sys; path, fd, module, name = json.loads(sys.argv[1]); sys.path[:] = path; "
+    "getattr(importlib.import_module(module), name)(fd)"
+)
+
+
+class HostProcess:
+    """A fresh interpreter (never a fork) with one SGLang engine in it, in a session and process group of its own.
+
+    Made on the main thread: the kernel ends the host when the thread that began it ends.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        *,
+        python: str,
+        environment: dict[str, str],
+        log_path: Path,
+        start_limit_s: float,
+        reply_limit_s: float,
+        on_wait: Callable[[], None] = lambda: None,
+        entry: str = HOST,
+    ) -> None:
+        """Start it and wait until it is ready.
+
+        Args:
+            order: What it is to start.
+            python: Interpreter; empty is this one.
+            environment: Of the process, whole.
+            log_path: What it and SGLang print; appended to.
+            start_limit_s: It must be ready by then.
+            reply_limit_s: A request without a sign of life for this long counts as hung.
+            on_wait: Called again and again while it starts.
+            entry: `module:function` that the process runs, with its end of the socket.
+
+        Raises:
+            EngineError: It could not start, or not in time.
+        """
+        self._name, self._log_path, self._limit_s = log_path.stem, log_path, reply_limit_s
+        self._number = 0
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        ours, theirs = socket.socketpair()
+        with theirs, log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [python or sys.executable, "-c", CHILD, json.dumps([sys.path, theirs.fileno(), *entry.split(":")])],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env=environment,
+            )
+        self._channel: Connection | None = Connection(ours.detach())
+        self._channel.send(order)
+        try:
+            self._await(0, start_limit_s, on_progress=None, on_wait=on_wait, renews=False)
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, verb: str, *arguments: Any, on_progress: ProgressFn | None = None, patient: bool = False) -> Any:
+        """Ask for something and wait for it; `patient`: without a limit, as long as the host lives.
+
+        Raises:
+            EngineError: The host says that it failed, is dead, or has said nothing for too long (it is killed then).
+        """
+        if self._channel is None:
+            raise EngineError(f"{self._name}: its host process has ended; needs a new engine; start the job again")
+        self._number += 1
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its end is read below
+            self._channel.send(Request(self._number, verb, arguments))
+        limit_s = math.inf if patient else self._limit_s
+        return self._await(self._number, limit_s, on_progress=on_progress, on_wait=None, renews=True, verb=verb)
+
+    def close(self) -> None:
+        """End the host and all that it started, and nothing else. Idempotent."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        end_tree(self._process.pid)
+        self._process.wait()
+
+    @property
+    def pid(self) -> int:
+        """Of the host."""
+        return self._process.pid
+
+    def _await(
+        self,
+        number: int,
+        limit_s: float,
+        *,
+        on_progress: ProgressFn | None,
+        on_wait: Callable[[], None] | None,
+        renews: bool,
+        verb: str = "start",
+    ) -> Any:
+        """The value of a request. `renews`: a sign of life sets the clock back."""
+        assert self._channel is not None, "asked above"
+        until = time.monotonic() + limit_s
+        while True:
+            if not self._channel.poll(SLICE_S):
+                if time.monotonic() > until:
+                    raise self._lost(f"has said nothing for {limit_s:g} s while it was at {verb}; it was killed")
+                if on_wait is not None:
+                    on_wait()
+                continue
+            try:
+                told = self._channel.recv()
+            except (EOFError, ConnectionResetError):
+                raise self._lost(f"died at {verb}") from None
+            if isinstance(told, Progress) and renews:
+                until = time.monotonic() + limit_s
+                if on_progress is not None:
+                    on_progress(told.finished, told.total)
+            if isinstance(told, Reply) and told.number == number:
+                if told.error:
+                    raise EngineError(
+                        f"{self._name}: {verb}: {told.error}\nThe end of {self._log_path}:\n{self._tail()}"
+                    )
+                return told.value
+
+    def _lost(self, what: str) -> EngineError:
+        """The error that says how the host ended; the host is gone afterwards."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=2.0 if what.startswith("died") else 0.0)
+        code = self._process.poll()
+        self.close()
+        how = "" if code is None else f" (exit code {code})"
+        return EngineError(
+            f"{self._name}: its host process {what}{how}; needs a living engine; see {self._log_path}, whose end "
+            f"is:\n{self._tail()}"
+        )
+
+    def _tail(self) -> str:
+        with self._log_path.open("rb") as file:
+            file.seek(max(0, self._log_path.stat().st_size - 20000))
+            lines = file.read().decode(errors="replace").splitlines()
+        return "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:])
+
+
+class HostPort:
+    """What the sink of an engine's leader rank asks of the host around a transfer of weights."""
+
+    def __init__(self, host: HostProcess) -> None:
+        self._host = host
+        self.is_updating = False
+        """From `begin_update` until the engine ends the update."""
+
+    def begin_update(self) -> None:
+        """Nothing is sampled until the engine's `weights_updated`; an update that is open goes on."""
+        self.is_updating = True
+        self._host.call("begin_update")
+
+    def load_window(self, errands: Sequence[Errand]) -> None:
+        """Run one errand on each scheduler, by tp rank, inside the open update; returns when all have ended.
+
+        As long as it takes: whoever talks to the errands sees whether they move.
+        """
+        self._host.call("load_window", errands, patient=True)

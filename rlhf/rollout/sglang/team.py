@@ -1,0 +1,68 @@
+"""The ranks of one SGLang engine: the leader works, the others learn how it went."""
+
+import socket
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from rlhf.errors import EngineError
+
+T = TypeVar("T")
+
+
+class Team:
+    """Ranks of a CPU group (gloo), the leader first; None is one rank alone."""
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self._group = group
+        self.size = 1 if group is None else group.size()
+        self.rank = 0 if group is None else group.rank()
+        self.is_leader = self.rank == 0
+
+    def together(self, work: Callable[[], T]) -> T | None:
+        """Do something on the leader and give its value there, None elsewhere. Collective over the group.
+
+        The others wait in a collective of host memory, with the group's time-out; never inside one of the device.
+
+        Raises:
+            EngineError: The leader's work raised it; on all ranks.
+        """
+        value: T | None = None
+        told = [""]
+        if self.is_leader:
+            try:
+                value = work()
+            except EngineError as error:
+                if self._group is None:
+                    raise
+                told = [str(error)]
+        if self._group is not None:
+            dist.broadcast_object_list(told, group=self._group, group_src=0)
+        if told[0]:
+            raise EngineError(told[0])
+        return value
+
+    def first_gpu(self, device: torch.device) -> int:
+        """Index of the leader's GPU (0 on CPUs); SGLang starts a process a rank itself. Collective over the group.
+
+        Raises:
+            EngineError: The ranks do not lie on one host, or their GPUs not in a row.
+        """
+        places = [(socket.gethostname(), device.index or 0)]
+        if self._group is not None:
+            own, places = places[0], places * self.size
+            dist.all_gather_object(places, own, group=self._group)
+        hosts, gpus = sorted({host for host, _ in places}), [index for _, index in places]
+        if len(hosts) > 1:
+            raise EngineError(
+                f"sglang engine: its {self.size} ranks lie on hosts {', '.join(hosts)}; needs all on one; lower "
+                "rollout.tp, or move rollout.first_rank"
+            )
+        if device.type != "cpu" and gpus != list(range(gpus[0], gpus[0] + self.size)):
+            raise EngineError(
+                f"sglang engine: its ranks have GPUs {gpus}; needs GPUs in a row; move rollout.first_rank"
+            )
+        return gpus[0]

@@ -1,0 +1,107 @@
+"""What a leader rank and the host process of its engine say to each other, and the host to SGLang's schedulers.
+
+Imports nothing of the project but its errors: the host may run in another environment than the job.
+"""
+
+import pickle
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:  # a process that fails should not need the import to say so
+    import torch
+
+
+class Errand(Protocol):
+    """Something to be done inside each scheduler process, on its shard of the model. Picklable."""
+
+    def run(self, model: "torch.nn.Module") -> Any:
+        """Do it; what it returns (picklable) or raises goes back to the leader rank.
+
+        Every tensor-parallel rank of the engine runs its own errand; none may wait for another.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """How the host is to start its engine."""
+
+    parent: int
+    """Process id of the leader rank; the host dies with it."""
+    server_args: dict[str, Any]
+    """Of SGLang."""
+    cpu: bool
+    """No GPU: the shim for CPUs comes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One thing to do, for the host."""
+
+    number: int
+    verb: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A sign of life while a request is at work."""
+
+    number: int
+    finished: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The end of a request: its value, or what went wrong."""
+
+    number: int
+    value: Any = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One answer of the engine."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    reason: str
+    """stop, length or abort."""
+    versions: tuple[tuple[str, int], ...]
+    """(weight version, how many tokens in a row it made)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an errand came to on one scheduler."""
+
+    value: Any = None
+    error: str = ""
+
+
+def write_outcome(tp_rank: int, outcome: Outcome) -> None:
+    """Leave an outcome for the host, on a scheduler."""
+    path = _outcome_path(tp_rank)
+    path.with_suffix(".part").write_bytes(pickle.dumps(outcome))
+    path.with_suffix(".part").rename(path)
+
+
+def take_outcomes(tp_size: int) -> list[Outcome]:
+    """The outcomes of all schedulers, in the host, once SGLang says that they are through."""
+    found = []
+    for path in map(_outcome_path, range(tp_size)):
+        if not path.exists():
+            found.append(Outcome(error="the scheduler left no answer"))
+            continue
+        found.append(pickle.loads(path.read_bytes()))
+        path.unlink()
+    return found
+
+
+def _outcome_path(tp_rank: int) -> Path:
+    """In the engine's own folder for temporary files, which its processes share and no other process uses."""
+    return Path(tempfile.gettempdir()) / f"outcome_{tp_rank}"

@@ -1,0 +1,199 @@
+"""An engine on SGLang against transformers, and its dealings with the caller. One engine for the whole file."""
+
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from rlhf.config.rollout import SamplingConfig
+from rlhf.data.batch import FinishReason, Provenance
+from rlhf.errors import EngineError
+from tests.rollout.sglang.errands import Fails, Shapes
+from tests.rollout.sglang.tiny import load, make_engine, needs_sglang
+from tests.rollout.test_native_engine import greedy_reference
+from tests.rollout.tiny import hf_model, prompts, reference_logprobs
+
+pytestmark = needs_sglang
+
+GREEDY = SamplingConfig(temperature=0.0, max_new_tokens=13)
+EOS = 17
+MODEL = "qwen3"
+CLOSE = {"atol": 3e-5, "rtol": 0}
+"""fp32 sums in another order."""
+
+
+@pytest.fixture(scope="module")
+def model():
+    return hf_model(MODEL)
+
+
+@pytest.fixture(scope="module")
+def progress():
+    return []
+
+
+@pytest.fixture(scope="module")
+def engine(model, progress, tmp_path_factory):
+    """Started from random weights; it refuses to answer by them. Then it gets the model's, as version 5."""
+    folder = tmp_path_factory.mktemp("engine")
+    made = make_engine(
+        model,
+        folder / "logs",
+        eos_token_ids=(EOS,),
+        max_running=5,
+        on_progress=lambda done, total: progress.append((done, total)),
+    )
+    try:
+        with pytest.raises(EngineError, match="no weights yet"):
+            made.generate(prompts((3,)), GREEDY)
+        load(made, model, folder / "model", version=5)
+        assert made.collect().policy_versions.values.eq(5).all()  # what was queued is answered now
+        yield made
+    finally:
+        made.close()
+
+
+def check_logprobs(model, rollout, temperature=1.0):
+    rows = zip(rollout.prompts.tokens.rows(), rollout.responses.rows(), rollout.rollout_logprobs.rows(), strict=True)
+    for prompt, response, logprobs in rows:
+        torch.testing.assert_close(logprobs, reference_logprobs(model, prompt, response, temperature), **CLOSE)
+
+
+def test_greedy_tokens_and_logprobs_equal_transformers(engine, model):
+    batch = prompts(samples=2)
+    rollout = engine.generate(batch, GREEDY)
+    for prompt, response, reason in zip(
+        batch.tokens.rows(), rollout.responses.rows(), rollout.finish_reasons.tolist(), strict=True
+    ):
+        wanted = greedy_reference(model, prompt, 13, eos=EOS).tolist()
+        assert response.tolist() == wanted
+        assert reason == (FinishReason.STOP if wanted[-1] == EOS else FinishReason.LENGTH)
+    check_logprobs(model, rollout)
+    assert rollout.prompts.sample_ids.tolist() == batch.sample_ids.tolist()
+    assert rollout.provenance.values.eq(Provenance.SAMPLED).all()
+    assert rollout.policy_versions.values.eq(5).all()
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.8, "top_k": 9}])
+def test_sampled_logprobs_are_those_of_the_tempered_distribution_before_any_cut(engine, model, cut):
+    rollout = engine.generate(prompts(samples=3), SamplingConfig(temperature=0.7, max_new_tokens=11, **cut))
+    check_logprobs(model, rollout, 0.7)
+    if cut:
+        for prompt, response in zip(rollout.prompts.tokens.rows(), rollout.responses.rows(), strict=True):
+            with torch.no_grad():
+                logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+            ranks = (logits > logits.gather(1, response[:, None])).sum(1)
+            assert bool((ranks < 9).all())  # top_k is obeyed; which log-prob it has is another matter
+
+
+def test_samples_of_one_prompt_differ_and_greedy_and_sampled_rows_share_a_batch(engine, model):
+    batch = prompts((6,), samples=8)
+    engine.submit(batch, SamplingConfig(temperature=1.0, max_new_tokens=12, ignore_eos=True))
+    engine.submit(batch, GREEDY)
+    rollout = engine.collect()
+    sampled = {tuple(row.tolist()) for row in rollout.responses.rows()[:8]}
+    greedy = {tuple(row.tolist()) for row in rollout.responses.rows()[8:]}
+    assert len(sampled) > 4
+    assert len(greedy) == 1
+    check_logprobs(model, rollout)
+
+
+def test_stop_tokens_of_model_and_of_sampling_end_a_response_and_belong_to_it(engine, model):
+    batch = prompts()
+    free = [greedy_reference(model, prompt, 13).tolist() for prompt in batch.tokens.rows()]
+    stop = free[2][7]
+    rollout = engine.generate(batch, SamplingConfig(temperature=0.0, max_new_tokens=13, stop_token_ids=(stop,)))
+    for row, response, reason in zip(free, rollout.responses.rows(), rollout.finish_reasons.tolist(), strict=True):
+        ends = [i for i, token in enumerate(row) if token in (EOS, stop)]
+        assert response.tolist() == (row[: ends[0] + 1] if ends else row)
+        assert reason == (FinishReason.STOP if ends else FinishReason.LENGTH)
+    assert FinishReason.STOP in rollout.finish_reasons
+    rollout = engine.generate(batch, SamplingConfig(temperature=0.0, max_new_tokens=13, ignore_eos=True))
+    assert [response.tolist() for response in rollout.responses.rows()] == free
+
+
+def test_a_prompt_of_all_the_room_gets_its_whole_response(engine):
+    longest = engine._spec.max_positions - 13
+    rollout = engine.generate(prompts((longest,)), SamplingConfig(temperature=0.0, max_new_tokens=13, ignore_eos=True))
+    assert rollout.responses.lengths.tolist() == [13]
+
+
+def test_what_cannot_be_answered_is_refused_by_sample_and_nothing_is_queued(engine):
+    with pytest.raises(EngineError, match="sample 1001 has an empty prompt"):
+        engine.submit(prompts((3, 0)), GREEDY)
+    with pytest.raises(EngineError, match="sample 1000 needs 4090 prompt tokens"):
+        engine.submit(prompts((4090,)), GREEDY)
+    batch = prompts((3, 4))
+    batch.tokens.values[5] = 131  # a padding row of the embedding
+    with pytest.raises(EngineError, match=r"sample 1001 has prompt token 131; the model has 0\.\.130"):
+        engine.submit(batch, GREEDY)
+    with pytest.raises(EngineError, match="nothing was submitted"):
+        engine.collect()
+    assert len(engine.generate(prompts().select(torch.arange(0)), GREEDY)) == 0
+
+
+def test_progress_rises_to_the_number_of_rows(engine, progress):
+    progress.clear()
+    engine.generate(prompts(), GREEDY)
+    assert progress[-1] == (6, 6)
+    assert [done for done, _ in progress] == sorted(done for done, _ in progress)
+
+
+def test_an_asleep_engine_refuses_and_wakes_with_the_same_answers(engine):
+    before = engine.generate(prompts(), GREEDY)
+    engine.sleep()
+    engine.sleep()
+    with pytest.raises(EngineError, match="wake"):
+        engine.generate(prompts(), GREEDY)
+    engine.wake()
+    assert torch.equal(engine.collect().responses.values, before.responses.values)
+
+
+def test_schedulers_tell_their_parameters_and_an_errand_that_fails_is_named(engine):
+    (shapes,) = engine.ask_schedulers(Shapes())
+    assert shapes["model.layers.1.self_attn.qkv_proj.weight"] == ((4 + 2 + 2) * 16, 44)
+    with pytest.raises(EngineError, match=r"tp rank 0: ValueError: no such window"):
+        engine.ask_schedulers(Fails())
+
+
+def test_new_weights_are_used_at_once_and_old_keys_and_values_are_not(engine, model, tmp_path):
+    batch = prompts((70, 71))
+    before = engine.generate(batch, GREEDY)  # their prefixes are cached now
+    other = hf_model(MODEL)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.add_(torch.randn_like(param) * 0.1)
+    load(engine, other, tmp_path, version=6)
+    after = engine.generate(batch, GREEDY)
+    assert after.policy_versions.values.eq(6).all()
+    assert not torch.equal(before.responses.values, after.responses.values)
+    check_logprobs(other, after)
+    load(engine, model, tmp_path, version=7)
+    check_logprobs(model, engine.generate(batch, GREEDY))
+
+
+def test_after_an_update_that_failed_the_engine_answers_nothing_until_the_next(engine, model, tmp_path):
+    engine._port.begin_update()
+    with pytest.raises(EngineError, match=r"tp rank 0: ValueError: no such window"):
+        engine._port.load_window([Fails()])
+    with pytest.raises(EngineError, match="no weights yet"):
+        engine.generate(prompts((3,)), GREEDY)
+    load(engine, model, tmp_path, version=8)
+    check_logprobs(model, engine.collect())
+
+
+def test_a_scheduler_that_dies_ends_the_engine_which_says_so_and_leaves_nothing(engine):
+    """The last test: it ends the file's engine."""
+    host = psutil.Process(engine.host_pid)
+    tree = [host, *host.children(recursive=True)]
+    scheduler = next(process for process in tree if "scheduler" in " ".join(process.cmdline()))
+    os.kill(scheduler.pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=r"engine_0: its host process died"):
+        engine.ask_schedulers(Shapes())
+    engine.close()
+    assert psutil.wait_procs(tree, timeout=10)[1] == []
+    assert not list(Path(tempfile.gettempdir()).glob(f"rlhf_{os.getpid()}_engine_*"))

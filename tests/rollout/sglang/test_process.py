@@ -1,0 +1,83 @@
+"""The leader rank's dealings with a host process that answers, fails, hangs or dies; no SGLang is needed."""
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlhf.errors import EngineError
+from rlhf.rollout.sglang.process import HostProcess
+from rlhf.rollout.sglang.wire import Order
+
+
+def start(folder: Path, entry: str = "answers", *, limit_s: float = 1.0, **changes: object) -> HostProcess:
+    """A fake host; `changes` go to HostProcess."""
+    settings = {"start_limit_s": 30.0, "reply_limit_s": limit_s, "environment": dict(os.environ), **changes}
+    return HostProcess(
+        Order(parent=os.getpid(), server_args={}, cpu=True),
+        python="",
+        log_path=folder / "engine_0.log",
+        entry=f"tests.rollout.sglang.fake_hosts:{entry}",
+        **settings,
+    )
+
+
+def test_an_answer_comes_back_and_an_error_leaves_the_host_alive(tmp_path):
+    host = start(tmp_path)
+    assert host.call("echo", 3, "x")[0] == (3, "x")
+    with pytest.raises(EngineError, match=r"engine_0: fail: ValueError: as asked"):
+        host.call("fail")
+    assert host.call("echo", 4)[0] == (4,)
+    host.close()
+
+
+def test_signs_of_life_set_the_clock_back_and_are_passed_on(tmp_path):
+    host, seen = start(tmp_path, limit_s=1.2), []
+    assert host.call("slow", 1, on_progress=lambda done, total: seen.append((done, total)))[0] == (1,)
+    assert seen == [(0, 3), (1, 3), (2, 3)]
+    host.close()
+
+
+def test_a_host_that_says_nothing_is_killed_and_named(tmp_path):
+    host = start(tmp_path)
+    process = psutil.Process(host.pid)
+    with pytest.raises(EngineError, match=r"engine_0: its host process has said nothing for 1 s while it was at hang"):
+        host.call("hang")
+    assert not process.is_running()
+    with pytest.raises(EngineError, match="its host process has ended"):
+        host.call("echo")
+
+
+def test_a_host_that_dies_is_named_with_its_exit_code_and_last_words(tmp_path):
+    host = start(tmp_path, limit_s=60.0)
+    with pytest.raises(EngineError, match=r"(?s)died at die \(exit code -9\).*the last words"):
+        host.call("die")
+
+
+@pytest.mark.parametrize(
+    ("entry", "limit_s", "message"),
+    [
+        ("never_ready", 1.0, "has said nothing for 1 s while it was at start"),
+        ("refuses", 60.0, "start: RuntimeError: no such model"),
+        ("crashes", 60.0, r"(?s)died at start \(exit code 1\).*a broken import"),
+    ],
+)
+def test_a_host_that_does_not_start_says_why_and_is_gone(tmp_path, entry, limit_s, message):
+    before = set(psutil.Process().children())
+    with pytest.raises(EngineError, match=message):
+        start(tmp_path, entry, start_limit_s=limit_s)
+    assert set(psutil.Process().children()) <= before
+
+
+def test_close_ends_what_the_host_began_and_no_other_child(tmp_path):
+    first, second = start(tmp_path), start(tmp_path)
+    children = [psutil.Process(host.call("echo")[1]) for host in (first, second)]
+    first.close()
+    first.close()
+    assert not psutil.pid_exists(first.pid)
+    assert not children[0].is_running()
+    assert children[1].is_running()
+    assert second.call("echo", 1)[0] == (1,)
+    second.close()
+    assert not children[1].is_running()
