@@ -59,7 +59,7 @@ SGLANG_CPU = [
     "watchfiles",
     "zstandard",
 ]
-"""What SGLang imports on a CPU. It comes without what it asks for itself, most of which is for GPUs: scripts/setup.sh."""
+"""What SGLang imports on a CPU; scripts/setup.sh installs it without its own requirements, most of which need a GPU."""
 TEST = ["pytest", "pytest-timeout", "hypothesis"]
 DEV = ["ruff", "mypy"]
 

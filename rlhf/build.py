@@ -23,7 +23,7 @@ from rlhf.dist.agree import gather
 from rlhf.dist.job import Ranks
 from rlhf.errors import ConfigError
 from rlhf.families.folder import resolve_folder
-from rlhf.families.frozen import frozen_tensors
+from rlhf.families.frozen import changing_tensors, frozen_tensors
 from rlhf.families.registry import read_spec
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.groups import ModelGroups, make_groups
@@ -31,6 +31,7 @@ from rlhf.mcore.layout import local_params, megatron_layout
 from rlhf.mcore.load import set_weights
 from rlhf.mcore.model import MegatronModel, build_model
 from rlhf.mcore.optimizer import build_optimizer
+from rlhf.mcore.transfer import Placed, transfer_layouts, transfer_weights
 from rlhf.metrics.run_folder import RunFolder
 from rlhf.models.calls import RoleCalls
 from rlhf.models.critic import Critic
@@ -52,7 +53,7 @@ from rlhf.trainers.reporter import Reporter
 from rlhf.trainers.sample_dump import SampleDump
 from rlhf.trainers.scoring import Scorer
 from rlhf.trainers.sft import SFTLoop
-from rlhf.trainers.site import Site, announce, note, open_site
+from rlhf.trainers.site import Site, announce, note, note_once, open_site
 
 
 def build_loop(config: RunConfig, ranks: Ranks) -> PPOLoop | SFTLoop:
@@ -84,7 +85,7 @@ def _spec(model: ModelConfig) -> ModelSpec:
 def _model(
     role: TrainedRoleConfig | FrozenRoleConfig, groups: ModelGroups, head: Head, site: Site, seed: int
 ) -> MegatronModel | None:
-    """The role's model with its weights; None outside its pool."""
+    """The role's model, with its weights unless they are the actor's; None outside its pool."""
     if not groups.is_member:
         return None
     site.ranks.progress.tick(f"load {role.model.path}")
@@ -102,15 +103,62 @@ def _model(
         frozen=frozen_tensors(spec, patterns, head=head, where="freeze"),
         span=site.span,
     )
-    set_weights(model, role.model)
+    if role.model.init != "actor":
+        set_weights(model, role.model)
     return model
 
 
+def _trained(actor: TrainedRoleConfig) -> frozenset[str] | None:
+    """Tensors that training can change; None: all of them."""
+    if not actor.freeze:
+        return None
+    return changing_tensors(_spec(actor.model), actor.freeze, head=Head.LM, where="actor.freeze")
+
+
+def _placed(name: str, role: TrainedRoleConfig | FrozenRoleConfig, head: Head) -> Placed:
+    return Placed(name=name, spec=_spec(role.model), parallel=role.parallel, head=head, dtype=role.model.dtype)
+
+
+def _inherit(
+    name: str,
+    config: PPORunConfig,
+    role: TrainedRoleConfig | FrozenRoleConfig,
+    actor: MegatronModel | None,
+    model: MegatronModel | None,
+    head: Head,
+    site: Site,
+) -> None:
+    """Fill a role's new model from the actor's, where its config says so. Collective over the job."""
+    if role.model.init != "actor":
+        return
+    group = site.ranks.groups.device_group([tuple(sorted({*config.actor.parallel.ranks, *role.parallel.ranks}))])
+    text = ""
+    if group is not None:
+        site.ranks.progress.tick(f"{name} from the actor")
+        certificate = transfer_weights(
+            transfer_layouts(_placed("actor", config.actor, Head.LM), _placed(name, role, head)),
+            actor,
+            model,
+            topology=site.topology,
+            group=group,
+            device=site.ranks.device,
+            bucket_bytes=config.sync.bucket_bytes,
+        )
+        text = f"{name} from the actor: {certificate.render()}"
+    note_once(site, text)
+
+
 def _policy(
-    name: str, config: PPORunConfig, role: TrainedRoleConfig | FrozenRoleConfig, calls: RoleCalls, site: Site
+    name: str,
+    config: PPORunConfig,
+    role: TrainedRoleConfig | FrozenRoleConfig,
+    calls: RoleCalls,
+    site: Site,
+    actor: MegatronModel | None = None,
 ) -> Policy:
     groups = make_groups(role.parallel, site.ranks.groups)
     model = _model(role, groups, Head.LM, site, config.seed)
+    _inherit(name, config, role, actor, model, Head.LM, site)
     optimizer = build_optimizer(model, role.optim) if model and isinstance(role, TrainedRoleConfig) else None
     return Policy(
         name=name,
@@ -125,9 +173,10 @@ def _policy(
     )
 
 
-def _critic(config: PPORunConfig, calls: RoleCalls, site: Site) -> Critic:
+def _critic(config: PPORunConfig, calls: RoleCalls, site: Site, actor: MegatronModel | None) -> Critic:
     groups = make_groups(config.critic.parallel, site.ranks.groups)
     model = _model(config.critic, groups, Head.VALUE, site, config.seed)
+    _inherit("critic", config, config.critic, actor, model, Head.VALUE, site)
     return Critic(
         groups=groups,
         model=model,
@@ -270,8 +319,8 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
 
     calls = RoleCalls(rank, site.everyone, span=site.span)
     actor = _policy("actor", config, config.actor, calls, site)
-    critic = _critic(config, calls, site)
-    reference = _policy("reference", config, config.reference, calls, site)
+    critic = _critic(config, calls, site, actor.model)
+    reference = _policy("reference", config, config.reference, calls, site, actor.model)
     sync = _weight_sync(config, site)
     certificate = sync.certificate.render() if sync is not None and sync.certificate is not None else ""
     roles = {"actor": actor.groups.grid, "critic": critic.groups.grid, "reference": reference.groups.grid}
@@ -291,6 +340,7 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
             sync,
             actor_params=lambda: local_params(actor.model) if actor.model else {},
             engine=engine,
+            trained=_trained(config.actor),
         ),
         scorer=scorer,
         models=PPOModels(actor, critic, reference),

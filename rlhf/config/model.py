@@ -13,7 +13,8 @@ class ModelConfig:
     path: str
     """Hugging Face checkpoint folder (config.json, safetensors), or a hub id looked up in the local cache."""
     init: str = "checkpoint"
-    """checkpoint: weights from path. random: weights drawn from the seed; only config.json of path is read."""
+    """checkpoint: weights from path. random: weights drawn from the seed; only config.json of path is read. actor (of
+    critic and reference): the actor's weights, sent from rank to rank; only config.json of path is read."""
     dtype: str = "float32"
     """Of parameters and activations: float32 or bfloat16 (bfloat16 keeps fp32 master weights in the optimizer)."""
     recompute: str = "none"
@@ -22,7 +23,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not self.path.strip():
             refuse("model.path: empty; needs a checkpoint folder or a hub id; set model.path=FOLDER")
-        one_of("model.init", self.init, ("checkpoint", "random"))
+        one_of("model.init", self.init, ("checkpoint", "random", "actor"))
         one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
         one_of("model.recompute", self.recompute, ("none", "full"))
 

@@ -147,6 +147,8 @@ class PPORunConfig:
         one_of("trainer", self.trainer, ("ppo",))
         at_least("num_steps", self.num_steps, 1)
         self.profile.check_steps(self.num_steps)
+        _check_source(self.actor)
+        self._check_inheritance()
         self._check_rollout()
         self._check_lengths()
         self._check_eval()
@@ -165,6 +167,15 @@ class PPORunConfig:
                 f"ppo.critic_warmup_steps: {self.ppo.critic_warmup_steps} of num_steps = {self.num_steps} leave no "
                 f"step that trains the actor; lower the first or raise num_steps"
             )
+
+    def _check_inheritance(self) -> None:
+        for name, role in self.inheritors().items():
+            if role.model.dtype != self.actor.model.dtype:
+                refuse(
+                    f"{name}.model.dtype: {role.model.dtype} differs from actor.model.dtype = "
+                    f"{self.actor.model.dtype}, and weights are not cast on the way; set them alike, or "
+                    f"{name}.model.init=checkpoint"
+                )
 
     def _check_rollout(self) -> None:
         if self.rollout.sampling.temperature <= 0.0:
@@ -209,6 +220,11 @@ class PPORunConfig:
                 f"on; set eval.every_steps=0, or data.held_out=200"
             )
 
+    def inheritors(self) -> dict[str, TrainedRoleConfig | FrozenRoleConfig]:
+        """The roles whose weights are the actor's at the start."""
+        roles: dict[str, TrainedRoleConfig | FrozenRoleConfig] = {"critic": self.critic, "reference": self.reference}
+        return {name: role for name, role in roles.items() if role.model.init == "actor"}
+
     def pools(self) -> dict[str, range]:
         """Ranks of each role."""
         return {
@@ -250,6 +266,7 @@ class SFTRunConfig:
         folder_name("name", self.name)
         one_of("trainer", self.trainer, ("sft",))
         at_least("num_steps", self.num_steps, 1)
+        _check_source(self.actor)
         self.profile.check_steps(self.num_steps)
 
     def pools(self) -> dict[str, range]:
@@ -258,6 +275,11 @@ class SFTRunConfig:
 
 
 RunConfig = PPORunConfig | SFTRunConfig
+
+
+def _check_source(actor: TrainedRoleConfig) -> None:
+    if actor.model.init == "actor":
+        refuse("actor.model.init: actor is for critic and reference; needs checkpoint or random; change it")
 
 
 def check_world(config: RunConfig, world_size: int) -> None:

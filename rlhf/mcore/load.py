@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 
 import torch
@@ -63,6 +63,14 @@ def load_weights(model: MegatronModel, folder: Path) -> None:
     _fill(model, slice_of, where=str(folder))
 
 
+def draw_rest(model: MegatronModel, *, given: Set[str]) -> None:
+    """Draw the weights that nothing else gives, and clear rows of padding; the `given` ones stay as they are.
+
+    On all ranks of the pool; no communication.
+    """
+    _fill(model, lambda tensor, box: _draw(model, tensor, box), where="random init", given=given)
+
+
 def draw_weights(model: MegatronModel) -> None:
     """Random weights, the same in every layout of the same seed. On all ranks of the pool; no communication.
 
@@ -72,7 +80,7 @@ def draw_weights(model: MegatronModel) -> None:
     _fill(model, lambda tensor, box: _draw(model, tensor, box), where="random init")
 
 
-def _fill(model: MegatronModel, slice_of: SliceOf, *, where: str) -> None:
+def _fill(model: MegatronModel, slice_of: SliceOf, *, where: str, given: Set[str] = frozenset()) -> None:
     tensors = {tensor.name: tensor for tensor in logical_tensors(model.spec, head=model.head)}
     layout = megatron_layout(model.spec, model.parallel, head=model.head, dtype="float32")
     params, holdings = local_params(model), layout.holdings(model.groups.rank)
@@ -83,6 +91,8 @@ def _fill(model: MegatronModel, slice_of: SliceOf, *, where: str) -> None:
         if name in params:
             params[name].zero_()
     for piece in holdings:
+        if piece.tensor in given:
+            continue
         target = _target(params, piece)
         target.copy_(slice_of(tensors[piece.tensor], piece.box))
 

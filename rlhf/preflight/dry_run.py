@@ -132,6 +132,8 @@ def _parts_of_job(
             notes += memory.check_fits(held, gpu_memory_gib=args.gpu_memory, staging_bytes=staging)
     if isinstance(config, PPORunConfig) and engine_is_known and "actor" in sound:
         yield from _sync(config, sound["actor"], args.gpus_per_node)
+    if isinstance(config, PPORunConfig):
+        yield from _start(config, roles.model_roles(config, sound), args.gpus_per_node)
     if isinstance(config, PPORunConfig) and not _has_native_engine(config):
         notes.append(
             f"rollout.engine: {config.rollout.engine} is not asked; its memory and the sync into it are not here"
@@ -155,6 +157,16 @@ def _sync(config: PPORunConfig, spec: ModelSpec, gpus_per_node: int) -> list[str
         topology = Topology.blocks(ranks, ranks_per_node=gpus_per_node)
         return [render_sync(sync_certificate(config, spec, topology))]
     return []
+
+
+def _start(config: PPORunConfig, models: "list[ModelRole]", gpus_per_node: int) -> Iterator[str]:
+    from rlhf.preflight.sync import render_sync, start_certificates  # noqa: PLC0415
+
+    ranks = max(ranks.stop for ranks in config.pools().values())
+    with noted():
+        topology = Topology.blocks(ranks, ranks_per_node=gpus_per_node)
+        for name, found in start_certificates(config, models, topology).items():
+            yield render_sync(found, f"{name} from the actor, once at the start")
 
 
 def _microbatches(config: RunConfig, models: "list[ModelRole]", notes: list[str], given: str) -> list[str]:

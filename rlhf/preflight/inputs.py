@@ -17,6 +17,7 @@ from rlhf.data.row_files import check_there
 from rlhf.families.admissible import check_layout, check_trainable
 from rlhf.families.folder import check_whole, find_folder, resolve_folder
 from rlhf.families.frozen import frozen_tensors
+from rlhf.families.inherit import inherited_tensors
 from rlhf.families.published import find_published
 from rlhf.families.registry import read_spec
 from rlhf.families.spec import Head, ModelSpec
@@ -62,21 +63,33 @@ def check_inputs(
                 on_published(name, role.model.path)
             else:
                 specs[name] = _checked_folder(name, role, save_hf=config.save_hf)
-        if name in specs and not faults.doubts(rf"{name}\.parallel(\..*)?"):
-            with noted():
-                check_layout(specs[name], role.parallel, where=f"{name}.parallel")
-        if name in specs and isinstance(role, TrainedRoleConfig):
-            with noted():
-                check_trainable(specs[name], where=f"{name}.model.path")
-            if not faults.doubts(rf"{name}\.freeze"):
-                head = Head.VALUE if name == "critic" else Head.LM
-                frozen_tensors(specs[name], role.freeze, head=head, where=f"{name}.freeze")
+        if name in specs:
+            _check_role(name, role, specs[name], faults)
     if config.data.source in ("jsonl", "parquet"):
         with noted():
             check_there(config.data.source, Path(config.data.path))
     if isinstance(config, PPORunConfig):
         _check_generation(config, specs, faults)
+        for name in config.inheritors().keys() & specs.keys() if "actor" in specs else ():
+            heads = {"src_head": Head.LM, "dst_head": _head_of(name)}
+            inherited_tensors(specs["actor"], specs[name], **heads, where=f"{name}.model.init", source="actor")
     return specs
+
+
+def _check_role(name: str, role: Role, spec: ModelSpec, faults: Faults) -> None:
+    """Whether the model admits its layout, and what training does with it."""
+    if not faults.doubts(rf"{name}\.parallel(\..*)?"):
+        with noted():
+            check_layout(spec, role.parallel, where=f"{name}.parallel")
+    if isinstance(role, TrainedRoleConfig):
+        with noted():
+            check_trainable(spec, where=f"{name}.model.path")
+        if not faults.doubts(rf"{name}\.freeze"):
+            frozen_tensors(spec, role.freeze, head=_head_of(name), where=f"{name}.freeze")
+
+
+def _head_of(role: str) -> Head:
+    return Head.VALUE if role == "critic" else Head.LM
 
 
 def roles_of(config: RunConfig) -> dict[str, Role]:

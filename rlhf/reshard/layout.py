@@ -4,8 +4,9 @@ A layout is pure data: no tensor, no process group. Both sides of a transfer des
 planner needs no name mapping and no knowledge of any model or library.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 ITEM_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -109,3 +110,13 @@ class ModelLayout:
     def item_bytes(self) -> int:
         """Bytes of one stored element."""
         return ITEM_BYTES[self.dtype]
+
+    def only(self, names: Set[str]) -> "ModelLayout":
+        """The same ranks with some of the tensors."""
+
+        @cache
+        def kept(held: tuple[ParamLayout, ...]) -> tuple[ParamLayout, ...]:
+            return tuple(one for one in held if one.tensor in names)
+
+        tensors = {name: shape for name, shape in self.tensors.items() if name in names}
+        return ModelLayout(tensors, self.dtype, self.ranks, lambda rank: kept(self.holdings(rank)))

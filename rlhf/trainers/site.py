@@ -102,11 +102,17 @@ def announce(config: RunConfig, site: Site, roles: Mapping[str, Grid], certifica
         engine, tp = divmod(site.ranks.rank - config.rollout.first_rank, config.rollout.tp)
         mine["rollout"] = {"engine": engine, "tp": tp}
     row = RankRow(rank=site.ranks.rank, host=site.ranks.host, device=str(site.ranks.device), roles=mine)
-    everywhere = gather((row, certificate), site.everyone)
+    rows = gather(row, site.everyone)
     if site.desk is not None:
-        site.desk.display.note(startup_table([row for row, _ in everywhere]))
-        for text in dict.fromkeys(text for _, text in everywhere if text):
-            site.desk.display.note(text)
+        site.desk.display.note(startup_table(rows))
+    note_once(site, certificate)
+
+
+def note_once(site: Site, text: str) -> None:
+    """What any rank says, once, on rank 0's console; the others say "". Collective over the job."""
+    for said in dict.fromkeys(gather(text, site.everyone)):
+        if said:
+            note(site, said)
 
 
 def note(site: Site, text: str) -> None:

@@ -96,6 +96,17 @@ def test_a_job_of_the_wrong_size_hides_no_fault_of_its_roles(check) -> None:
     assert "one weight sync" not in out
 
 
+def test_transfers_at_the_start_and_frozen_weights_are_counted(check) -> None:
+    code, out, err = check(
+        *("critic.model.init=actor", "critic.parallel.first_rank=1", "reference.model.init=actor"),
+        *("actor.freeze=[model.layers.0.*]", "critic.freeze=[model.*]"),
+    )
+    assert (code, err) == (0, "")
+    assert "critic from the actor, once at the start: 0.25 MiB between ranks, lower bound 0.25 MiB, ratio 1.000" in out
+    assert "reference from the actor, once at the start: 0 between ranks" in out
+    assert re.search(r"critic +each +1 +65,432 +0.25 MiB +0.50 KiB", out)  # gradient of its head alone, in one bucket
+
+
 def test_faults_are_told_though_the_report_breaks_off(check, monkeypatch, capsys) -> None:
     def broken(*_: object, **__: object) -> str:
         raise ZeroDivisionError("a bug in a part of the report")

@@ -45,6 +45,15 @@ def test_it_says_ranks_and_folder(tmp_path: Path, capsys: pytest.CaptureFixture[
     [
         (["actor.parallel.tp=3"], "actor.parallel.tp: 3 does not divide the model's num_kv_heads = 4"),
         (["critic.parallel.tp=16"], "critic.parallel.tp: 16 does not divide the model's num_heads = 8"),
+        (
+            ["actor.freeze=[model.layers.9.*]"],
+            "actor.freeze: 'model.layers.9.*' matches none of the model's 35 weights",
+        ),
+        (["actor.model.init=actor"], "actor.model.init: actor is for critic and reference"),
+        (
+            ["critic.model.init=actor", "critic.model.dtype=bfloat16"],
+            "critic.model.dtype: bfloat16 differs from actor.model.dtype = float32, and weights are not cast",
+        ),
         (["reference.parallel.pp=2"], "reference.parallel.pp: 2 stages do not divide 3 layers"),
         (
             ["actor.parallel.pp=2", "actor.parallel.layers_per_stage=[1,1]"],

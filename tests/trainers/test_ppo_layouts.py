@@ -33,6 +33,7 @@ OTHER = (  # rows are owned by other ranks than above
     *("rollout.dp=3", "rollout.first_rank=2"),
     *("actor.parallel.dp=3", "critic.parallel.pp=3", "critic.parallel.first_rank=3"),
     *("reference.parallel.tp=2", "reference.parallel.pp=3"),
+    *("critic.model.init=actor", "reference.model.init=actor"),  # not read from the checkpoint as above
 )
 
 
