@@ -245,7 +245,9 @@ def _engine(config: PPORunConfig, folder: Path, stop_ids: tuple[int, ...], site:
         dtype=getattr(torch, config.actor.model.dtype),
         run_seed=config.seed,
         eos_token_ids=stop_ids,
-        on_progress=lambda done, total: site.ranks.progress.tick(f"rollout/generate {done}/{total}"),
+        on_progress=lambda done, total: site.ranks.progress.tick(
+            f"rollout/generate {done}/{total}" if total else "start the engine"
+        ),
         log_folder=site.ranks.run_folder / "logs",
     )
 

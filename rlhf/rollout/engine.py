@@ -15,7 +15,8 @@ from rlhf.reshard.layout import ModelLayout
 from rlhf.reshard.windows import WindowSink
 
 ProgressFn = Callable[[int, int], None]
-"""Called as (responses finished, responses asked for) again and again while an engine works, on each of its ranks."""
+"""Called as (responses finished, responses asked for) again and again while an engine works, on each of its ranks; as
+(0, 0) while it starts."""
 
 
 class RolloutEngine(Protocol):

@@ -1,6 +1,7 @@
 """PPO, read aloud: prompts -> generate -> score -> experience -> update. Every rank runs every line."""
 
 from collections.abc import Callable
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from random import Random
 
@@ -60,7 +61,7 @@ class PPOLoop:
     def run(self) -> None:
         """All steps, with an evaluation before the first and after the last."""
         state, last = DriverState.start(self.config), self.config.num_steps
-        with self.reporter, self.sample_dump:
+        with closing(self.engine) if self.engine else nullcontext(), self.reporter, self.sample_dump:
             self.reporter.started(self._evaluate(state))
             while state.step < last and not self.reporter.stop_agreed():
                 began = state

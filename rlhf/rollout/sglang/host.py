@@ -11,11 +11,10 @@ import signal
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rlhf.rollout.sglang.inside import LOADER, RPC, packed_errand, run_detokenizer, run_scheduler
+from rlhf.rollout.sglang.inside import LOADER, RPC, Entry, packed_errand, run_detokenizer, run_scheduler
 from rlhf.rollout.sglang.shim import die_with_parent, install_cpu_shim
 from rlhf.rollout.sglang.wire import (
     Errand,
@@ -59,8 +58,8 @@ def start_engine(order: Order) -> Any:
     from sglang.srt.entrypoints.engine import Engine  # noqa: PLC0415
 
     class HostedEngine(Engine):  # type: ignore[misc]  # without annotations
-        run_scheduler_process_func = staticmethod(partial(run_scheduler, order.cpu, os.getpid()))
-        run_detokenizer_process_func = staticmethod(partial(run_detokenizer, order.cpu, os.getpid()))
+        run_scheduler_process_func = Entry(run_scheduler, order.cpu, os.getpid())
+        run_detokenizer_process_func = Entry(run_detokenizer, order.cpu, os.getpid())
 
     return HostedEngine(**order.server_args)
 

@@ -1,11 +1,12 @@
 """What of ours runs inside SGLang's own processes: their entry points, and errands on a scheduler's model.
 
-SGLang's engine spawns its children by these functions, so this module is the first thing that a child imports of
-ours: the shim for CPUs is in place before SGLang is.
+SGLang's engine spawns its children through `Entry`, so that the shim for CPUs is in place before SGLang is.
 """
 
 import pickle
 import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,18 +23,43 @@ RPC = "rlhf_errand"
 """Method that our entry point gives SGLang's scheduler, for `collective_rpc`."""
 
 
-def run_scheduler(cpu: bool, parent: int, *args: Any, **kwargs: Any) -> None:
-    """A scheduler process from its first line."""
-    _begin(cpu, parent)
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a process of SGLang's runs; where it is unpickled, before SGLang is imported, it prepares the process.
+
+    Multiprocessing unpickles the function of a new process before its arguments, which are SGLang's.
+    """
+
+    run: Callable[..., None]
+    cpu: bool
+    parent: int
+    """Process id of the host; the process dies with it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Run it with SGLang's arguments."""
+        self.run(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _entered, (self.run, self.cpu, self.parent)
+
+
+def _entered(run: Callable[..., None], cpu: bool, parent: int) -> Entry:
+    die_with_parent(parent)
+    if cpu:
+        install_cpu_shim()
+    return Entry(run, cpu, parent)
+
+
+def run_scheduler(*args: Any, **kwargs: Any) -> None:
+    """A scheduler process."""
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process  # noqa: PLC0415
 
     setattr(Scheduler, RPC, _run_by_rpc)
     run_scheduler_process(*args, **kwargs)
 
 
-def run_detokenizer(cpu: bool, parent: int, *args: Any, **kwargs: Any) -> None:
-    """The detokenizer process from its first line."""
-    _begin(cpu, parent)
+def run_detokenizer(*args: Any, **kwargs: Any) -> None:
+    """The detokenizer process."""
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process  # noqa: PLC0415
 
     run_detokenizer_process(*args, **kwargs)
@@ -50,12 +76,6 @@ def load_errand(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]])
     ((name, body),) = named_tensors
     assert name == ERRAND, name
     _run(pickle.loads(body.cpu().numpy().tobytes()), model)
-
-
-def _begin(cpu: bool, parent: int) -> None:
-    die_with_parent(parent)
-    if cpu:
-        install_cpu_shim()
 
 
 def _run_by_rpc(scheduler: Any, payload: str) -> None:
