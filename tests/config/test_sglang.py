@@ -1,0 +1,46 @@
+"""Which options of SGLang's engines are taken, and which are refused by name."""
+
+import pytest
+
+from rlhf.config.rollout import RolloutConfig
+from rlhf.config.sglang import SGLangConfig
+from rlhf.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("quantization=fp8", "options of quant repack or quantise weights"),
+        ("moe_runner_backend=flashinfer_trtllm", "options of trtllm repack"),
+        ("fp8_gemm_runner_backend=auto", "options of fp8 repack"),
+        ("enable_aiter_allreduce_fusion=true", "options of aiter repack"),
+        ("torchao_config=int4wo-128", "options of torchao repack"),
+        ("cpu_offload_gb=4", "options of offload repack"),
+        ("tp_size=4", "tp_size is not free"),
+        ("load_format=auto", "load_format is not free"),
+        ("speculative_algorithm=EAGLE", "speculative_algorithm is not free"),
+        ("enable_lora=true", "enable_lora is not free"),
+        ("chunked_prefill_size", "needs NAME=VALUE"),
+        ("chunked_prefill_size=", "has no value"),
+    ],
+)
+def test_options_that_would_break_a_sync_or_are_the_engines_own_are_refused_by_name(args: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SGLangConfig(extra_args=(args,))
+
+
+def test_attention_on_amx_is_refused_and_other_options_are_taken() -> None:
+    with pytest.raises(ConfigError, match="options of amx repack"):
+        SGLangConfig(attention_backend="intel_amx")
+    assert SGLangConfig(attention_backend="fa3", extra_args=("chunked_prefill_size=4096", "schedule_policy=fcfs"))
+
+
+def test_experts_are_shared_out_among_the_ranks_of_an_engine() -> None:
+    assert RolloutConfig(engine="sglang", tp=4, sglang=SGLangConfig(ep=2))
+    with pytest.raises(ConfigError, match=r"rollout\.sglang\.ep: 3 given, but rollout\.tp = 4"):
+        RolloutConfig(engine="sglang", tp=4, sglang=SGLangConfig(ep=3))
+
+
+def test_an_engine_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="needs native, sglang or package.module:factory"):
+        RolloutConfig(engine="vllm")
