@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rlhf.config.checks import Faults, collecting, noted, refuse
 from rlhf.config.load import read_config
+from rlhf.config.rollout import BUILT_IN
 from rlhf.config.run import PPORunConfig, RunConfig, check_world
 from rlhf.dist.exit_record import ExitCode
 from rlhf.errors import ConfigError
@@ -120,8 +121,8 @@ def _parts_of_job(
         for name, spec in specs.items()
         if not faults.doubts(rf"{name}(\.(parallel(\..*)?|model(\..*)?|microbatch_tokens|freeze))?")
     }
-    engine_is_known = _has_native_engine(config) and not faults.doubts(
-        r"rollout(\.(tp|dp|kv_cache_tokens|engine))?|sync(\..*)?"
+    engine_is_known = _has_engine_of_ours(config) and not faults.doubts(
+        r"rollout(\.(tp|dp|kv_cache_tokens|engine|sglang(\..*)?))?|sync(\..*)?"
     )
     if held := memory.holdings(config, sound, with_engine=engine_is_known):
         yield memory.render_memory(held)
@@ -134,7 +135,7 @@ def _parts_of_job(
         yield from _sync(config, sound["actor"], args.gpus_per_node)
     if isinstance(config, PPORunConfig):
         yield from _start(config, roles.model_roles(config, sound), args.gpus_per_node)
-    if isinstance(config, PPORunConfig) and not _has_native_engine(config):
+    if isinstance(config, PPORunConfig) and not _has_engine_of_ours(config):
         notes.append(
             f"rollout.engine: {config.rollout.engine} is not asked; its memory and the sync into it are not here"
         )
@@ -145,8 +146,8 @@ def _parts_of_job(
         yield from _microbatches(config, roles.model_roles(config, sound), notes, args.lengths)
 
 
-def _has_native_engine(config: RunConfig) -> bool:
-    return isinstance(config, PPORunConfig) and config.rollout.engine == "native"
+def _has_engine_of_ours(config: RunConfig) -> bool:
+    return isinstance(config, PPORunConfig) and config.rollout.engine in BUILT_IN
 
 
 def _sync(config: PPORunConfig, spec: ModelSpec, gpus_per_node: int) -> list[str]:

@@ -13,10 +13,11 @@ from rlhf.reshard.layout import ModelLayout
 from rlhf.reshard.plan import make_plan
 from rlhf.reshard.topology import Fanout, Topology
 from rlhf.rollout.native.engine import NativeEngine
+from rlhf.rollout.sglang.engine import SGLangEngine
 
 
 def sync_certificate(config: PPORunConfig, spec: ModelSpec, topology: Topology) -> Certificate:
-    """Of the transfer from the actor's layout to the native engines'; seconds for hundreds of ranks.
+    """Of the transfer from the actor's layout to the engines' (of this package); seconds for hundreds of ranks.
 
     Raises:
         LayoutError: The layouts cannot hold the model.
@@ -27,9 +28,10 @@ def sync_certificate(config: PPORunConfig, spec: ModelSpec, topology: Topology) 
 def sync_layouts(config: PPORunConfig, spec: ModelSpec) -> tuple[ModelLayout, ModelLayout]:
     """(source, destination)."""
     dtype = config.actor.model.dtype
+    engine = SGLangEngine if config.rollout.engine == "sglang" else NativeEngine
     return (
         megatron_layout(spec, config.actor.parallel, head=Head.LM, dtype=dtype),
-        NativeEngine.layout_of(spec, config.rollout, dtype=dtype),
+        engine.layout_of(spec, config.rollout, dtype=dtype),
     )
 
 

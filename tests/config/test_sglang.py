@@ -42,5 +42,5 @@ def test_experts_are_shared_out_among_the_ranks_of_an_engine() -> None:
 
 
 def test_an_engine_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match="needs native, sglang or package.module:factory"):
+    with pytest.raises(ConfigError, match=r"needs native, sglang or package\.module:factory"):
         RolloutConfig(engine="vllm")

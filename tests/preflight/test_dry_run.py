@@ -219,3 +219,24 @@ def test_an_engine_by_import_path_is_not_guessed_at(check) -> None:
     assert code == 0
     assert "rlhf.rollout.native.engine:NativeEngine is not asked" in out
     assert "one weight sync" not in out
+
+
+def test_the_sync_into_sglang_is_planned_and_its_memory_is_not_guessed_at(
+    check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf.preflight.inputs._check_sglang", lambda config: None)  # as where it is installed
+    code, out, _ = check("rollout.engine=sglang")
+    assert code == 0
+    assert "one weight sync" in out
+    assert "memory: rollout is not known and not in the sums" in out
+
+
+def test_what_sglang_cannot_do_is_refused_before_anything_starts(check, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, _, err = check("rollout.engine=sglang")
+    assert code == 2
+    assert "run scripts/setup.sh core sglang" in err
+    code, _, err = check("rollout.engine=sglang", "rollout.sglang.python=/no/such/python", "sync.fanout=node")
+    assert code == 2
+    assert "rollout.sglang.python: /no/such/python is no program" in err
+    assert "sync.fanout: node given, but rollout.engine = sglang" in err
