@@ -77,19 +77,15 @@ class SGLangEngine:
         self._folder: Path | None = None
         self._host: HostProcess | None = None
         self._sink: SchedulerSink | None = None
+        self._port: HostPort | None = None
         place = Place(device.type, self._team.first_gpu(device), _DTYPE_NAMES[dtype])
-        self._team.together(lambda: self._start(place, log_folder))
-        self._port = None if self._host is None else HostPort(self._host)
-        self._sink = SchedulerSink(
-            spec,
-            Sizes(config.tp, config.sglang.ep),
-            tp_rank=self._team.rank,
-            dtype=place.dtype,
-            port=self._port,
-            cpu_group=cpu_group,
-            device=device,
-        )
-        self._sink.check_model()
+        try:
+            self._team.together(lambda: self._start(place, log_folder))
+            self._sink = self._open_sink(cpu_group, device)
+            self._sink.check_model()
+        except BaseException:
+            self.close()
+            raise
 
     # Sampling
 
@@ -173,6 +169,18 @@ class SGLangEngine:
     def _alive(self) -> HostProcess:
         assert self._host is not None, "only the leader asks, and it has started the host"
         return self._host
+
+    def _open_sink(self, cpu_group: ProcessGroup | None, device: torch.device) -> SchedulerSink:
+        self._port = None if self._host is None else HostPort(self._host)
+        return SchedulerSink(
+            self._spec,
+            Sizes(self._config.tp, self._config.sglang.ep),
+            tp_rank=self._team.rank,
+            dtype=_DTYPE_NAMES[self._dtype],
+            port=self._port,
+            cpu_group=cpu_group,
+            device=device,
+        )
 
     def _queue(self, prompts: PromptBatch | None, sampling: SamplingConfig, attempt: int) -> None:
         if prompts is None:
