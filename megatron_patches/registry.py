@@ -14,6 +14,11 @@ from megatron_patches.layouts import (
     tp_group_asked_of_parallel_state,
 )
 from megatron_patches.mlp import swiglu_is_compiled_or_unfused
+from megatron_patches.moe import (
+    gloo_refuses_ragged_gather,
+    router_asks_for_gemm_of_te,
+    split_sizes_stay_tensors_on_host,
+)
 from megatron_patches.patch import Mend
 
 LAYOUTS: tuple[Mend, ...] = (
@@ -27,6 +32,8 @@ CPU: tuple[Mend, ...] = (
     *cuda_called_unconditionally.SHIMS,
     *rng_state_of_cuda_only.PATCHES,
     *optimizer_asks_for_cuda_types.EDITS,
+    *gloo_refuses_ragged_gather.EDITS,
+    split_sizes_stay_tensors_on_host.EDIT,
 )
 """Needed where models live on the host."""
 LOCAL_LAYERS: tuple[Mend, ...] = (
@@ -34,6 +41,7 @@ LOCAL_LAYERS: tuple[Mend, ...] = (
     local_attention_refuses_packed.PATCH,
     rope_split_per_sequence.PATCH,
     swiglu_is_compiled_or_unfused.PATCH,
+    *router_asks_for_gemm_of_te.EDITS,
 )
 """Needed where layers are built without Transformer Engine."""
 

@@ -19,6 +19,9 @@ _LINES = {
     "megatron.core.optimizer.distrib_optimizer": "c2b921c8cce3",
     "megatron.core.pipeline_parallel.p2p_communication": "2f4ac47e298c",
     "megatron.core.pipeline_parallel.schedules": "57753335ed39",
+    "megatron.core.transformer.moe.moe_utils": "fef32d1e8ec5",
+    "megatron.core.transformer.moe.router": "d126b74d0bcf",
+    "megatron.core.transformer.moe.token_dispatcher": "1d3d5833717d",
 }
 
 SHIMS = tuple(
@@ -33,4 +36,4 @@ SHIMS = tuple(
     )
     for module, lines_sha in _LINES.items()
 )
-"""One record a module of the dense training path."""
+"""One record a module that models of the families here run through."""

@@ -40,20 +40,6 @@ def check_layout(spec: ModelSpec, parallel: ParallelConfig, *, where: str) -> No
     parallel.stage_layers(spec.num_layers, where=where)
 
 
-def check_trainable(spec: ModelSpec, *, where: str) -> None:
-    """Raise unless a model of this kind can be trained here.
-
-    Raises:
-        LayoutError: It has experts.
-    """
-    if spec.num_experts:
-        refuse(
-            f"{where}: a {spec.family} model to be trained; needs one without experts (training MoE comes later; a "
-            "frozen role may have it); choose a dense model",
-            LayoutError,
-        )
-
-
 def _divides(where: str, parts: int, what: str, count: int) -> None:
     if count % parts:
         refuse(

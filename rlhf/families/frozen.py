@@ -54,7 +54,10 @@ def changing_tensors(spec: ModelSpec, patterns: Sequence[str], *, head: Head, wh
 
 def _check_together(tensors: Sequence[LogicalTensor], frozen: set[str], where: str) -> None:
     of_place: dict[tuple[int, int], dict[Part, str]] = {}
+    of_experts: dict[tuple[int, Part], list[str]] = {}
     for tensor in tensors:
+        if tensor.expert >= 0:
+            of_experts.setdefault((tensor.layer, tensor.part), []).append(tensor.name)
         if tensor.layer >= 0:
             of_place.setdefault((tensor.layer, tensor.expert), {})[tensor.part] = tensor.name
     for names in of_place.values():
@@ -72,6 +75,14 @@ def _check_together(tensors: Sequence[LogicalTensor], frozen: set[str], where: s
             refuse(
                 f"{where}: {names[Part.Q]} is frozen, {names[Part.Q_BIAS]} is not; Megatron trains no bias beside a "
                 "frozen weight; freeze the biases too"
+            )
+    for of_layer in of_experts.values():
+        if 0 < len(frozen.intersection(of_layer)) < len(of_layer):
+            stays = next(name for name in of_layer if name in frozen)
+            trained = [name for name in of_layer if name not in frozen]
+            refuse(
+                f"{where}: {stays} is frozen, {trained[0]} is not; ranks hold different experts of a layer and "
+                "must train alike; freeze this part of all its experts or of none"
             )
 
 

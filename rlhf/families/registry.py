@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,7 @@ def hf_config(spec: ModelSpec, *, head: Head = Head.LM, dtype: str = "float32") 
     return entries
 
 
+@lru_cache(maxsize=4)  # layouts ask again for each stage; a model with experts has tens of thousands
 def logical_tensors(spec: ModelSpec, *, head: Head) -> tuple[LogicalTensor, ...]:
     """Every weight of the model in the order of the forward pass; a tied lm head is the embedding and not listed."""
     family, extents = family_of(spec), _extents(spec)

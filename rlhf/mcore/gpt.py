@@ -69,6 +69,10 @@ class HiddenStatesGPT(GPTModel):
         self._rng_states = _tracker_states(seed + _TP_SEED + collection.tp.rank())
         for name, module in self.named_modules():
             _mark_tensor_parallel(module, stride=2 if name.endswith("linear_fc1") else 1)
+        for name, param in self.named_parameters():
+            if ".experts." in name:
+                # Replicas of an expert are other ranks than those of a dense weight; upstream says so for ep > 1 only.
+                param.allreduce = False
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Mark embedding and head. Upstream also copies a tied weight across stages; here both ends load it."""

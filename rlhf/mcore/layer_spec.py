@@ -28,8 +28,14 @@ def prepare_megatron(device: torch.device) -> None:
     apply(choose(has_cuda=not on_host, has_te=uses_transformer_engine(device)))
 
 
-def make_layer_spec(*, qk_norm: bool, use_te: bool) -> ModuleSpec:
-    """Megatron's spec of one decoder layer. Call `prepare_megatron` first."""
+def make_layer_spec(*, qk_norm: bool, use_te: bool, num_experts: int = 0) -> ModuleSpec:
+    """Megatron's spec of one decoder layer. Call `prepare_megatron` first.
+
+    Experts are Transformer Engine's grouped products, or one MLP after the other without it.
+    """
+    experts = num_experts or None
     if use_te:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
-    return get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_norm)
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=qk_norm
+        )
+    return get_gpt_layer_local_spec(num_experts=experts, normalization="RMSNorm", qk_layernorm=qk_norm)

@@ -29,7 +29,9 @@ if TYPE_CHECKING:  # it asks this module what to freeze
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 
-_EXPERT = "mlp.experts.local_experts.{expert}."
+EXPERTS = "mlp.experts.local_experts."
+"""In the name of each parameter of an expert."""
+_EXPERT = EXPERTS + "{expert}."
 
 _PARAM = {
     Part.EMBED: EMBEDDING,

@@ -2,6 +2,7 @@
 
 As Megatron-Core's distributed optimizer has it: parameters that are trained and their fp32 gradients lie in one buffer
 each, every parameter from a multiple of 64 elements on; a dp rank keeps the optimizer's state for its share of it.
+Experts have buffers of their own, shared over the ranks that hold the same experts.
 """
 
 from collections.abc import Set
@@ -10,7 +11,8 @@ from math import ceil, lcm, prod
 
 from rlhf.config.parallel import ParallelConfig
 from rlhf.families.spec import Head, ModelSpec
-from rlhf.mcore.layout import EMBEDDING, OUTPUT, frozen_params, param_shapes
+from rlhf.mcore.groups import expert_grid
+from rlhf.mcore.layout import EMBEDDING, EXPERTS, OUTPUT, frozen_params, param_shapes
 from rlhf.reshard.layout import ITEM_BYTES
 
 _PARAM_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
@@ -47,7 +49,7 @@ def model_bytes(
     stage: int,
     frozen: Set[str] = frozenset(),
 ) -> ModelBytes:
-    """Of any rank of a pipeline stage: its tp and dp peers hold as much. `frozen` as in `build_model`."""
+    """Of any rank of a pipeline stage: all hold as much, whichever experts are theirs. `frozen` as in `build_model`."""
     shapes = param_shapes(spec, parallel, head=head, stage=stage)
     item, parameters = ITEM_BYTES[dtype], sum(prod(shape) for shape in shapes.values())
     if not trainable:
@@ -55,13 +57,17 @@ def model_bytes(
     stays = frozen_params(spec, parallel, head=head, stage=stage, frozen=frozen)
     beside = sum(prod(shapes.pop(name)) for name in stays)
     is_tied_apart = spec.tied_embeddings and head is Head.LM and parallel.pp > 1
-    buffer = _buffer_elements(shapes, dp=parallel.dp, in_own_bucket={EMBEDDING, OUTPUT} if is_tied_apart else set())
+    experts = {name: shape for name, shape in shapes.items() if EXPERTS in name}
+    others = {name: shape for name, shape in shapes.items() if EXPERTS not in name}
+    dp, expert_dp = parallel.dp, expert_grid(parallel).size("edp")
+    buffer = _buffer_elements(others, dp=dp, in_own_bucket={EMBEDDING, OUTPUT} if is_tied_apart else set())
+    expert_buffer = _buffer_elements(experts, dp=expert_dp, in_own_bucket=set())
     state = _MOMENT_BYTES + (_MASTER_BYTES if item < _MASTER_BYTES else 0)
     return ModelBytes(
         parameters=parameters,
-        weights=(buffer + beside) * item,
-        gradients=buffer * _GRAD_BYTES,
-        optimizer=buffer // parallel.dp * state,
+        weights=(buffer + expert_buffer + beside) * item,
+        gradients=(buffer + expert_buffer) * _GRAD_BYTES,
+        optimizer=(buffer // dp + expert_buffer // expert_dp) * state,
     )
 
 

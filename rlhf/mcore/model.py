@@ -76,7 +76,6 @@ def build_model(
     """
     assert groups.collection is not None, f"rank {groups.rank} is outside the model's pool {groups.grid.ranks}"
     check_layout(spec, parallel, where="parallel")
-    assert not spec.num_experts, "experts are laid out but not built"
     assert parallel.vpp == 1, "model chunks are laid out but not built"
     prepare_megatron(device)
     use_te = uses_transformer_engine(device)
@@ -86,7 +85,7 @@ def build_model(
     module = HiddenStatesGPT(
         spec,
         config,
-        make_layer_spec(qk_norm=spec.qk_norm, use_te=use_te),
+        make_layer_spec(qk_norm=spec.qk_norm, use_te=use_te, num_experts=spec.num_experts),
         head=head,
         collection=groups.collection,
         device=device,

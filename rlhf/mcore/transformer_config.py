@@ -1,5 +1,7 @@
 """A Megatron TransformerConfig from a model's numbers, its layout and how it is held. Pure; makes no tensor."""
 
+from typing import Any
+
 import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer.enums import LayerType
@@ -60,7 +62,7 @@ def make_transformer_config(
     config = TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
-        ffn_hidden_size=spec.ffn_size,
+        ffn_hidden_size=spec.moe_ffn_size or spec.ffn_size,  # experts would copy a config that says otherwise
         num_attention_heads=spec.num_heads,
         num_query_groups=spec.num_kv_heads,
         kv_channels=spec.head_dim,
@@ -83,6 +85,7 @@ def make_transformer_config(
         perform_initialization=False,
         calculate_per_token_loss=True,
         finalize_model_grads_func=finalize_model_grads,
+        **_expert_settings(spec, parallel, use_te=use_te),
         # Packed microbatches of different lengths; upstream demands the dispatcher even of dense models.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
@@ -100,3 +103,22 @@ def make_transformer_config(
         parallel.stage_layers(spec.num_layers, where="parallel"), pp_rank
     )
     return config
+
+
+def _expert_settings(spec: ModelSpec, parallel: ParallelConfig, *, use_te: bool) -> dict[str, Any]:
+    """What TransformerConfig takes beyond a dense model's; nothing balances, drops or pads tokens.
+
+    Upstream's softmax after the choice of experts is the softmax over all of them, divided by the sum of the chosen.
+    """
+    if not spec.num_experts:
+        return {}
+    return {
+        "num_moe_experts": spec.num_experts,
+        "moe_router_topk": spec.experts_per_token,
+        "moe_ffn_hidden_size": spec.moe_ffn_size,
+        "moe_router_pre_softmax": not spec.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": use_te,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.etp,
+    }

@@ -14,7 +14,7 @@ from rlhf.config.model import FrozenRoleConfig, TrainedRoleConfig
 from rlhf.config.rollout import RolloutConfig, SamplingConfig
 from rlhf.config.run import PPORunConfig, RunConfig
 from rlhf.data.row_files import check_there
-from rlhf.families.admissible import check_layout, check_trainable
+from rlhf.families.admissible import check_layout
 from rlhf.families.folder import check_whole, find_folder, resolve_folder
 from rlhf.families.frozen import frozen_tensors
 from rlhf.families.inherit import inherited_tensors
@@ -81,11 +81,8 @@ def _check_role(name: str, role: Role, spec: ModelSpec, faults: Faults) -> None:
     if not faults.doubts(rf"{name}\.parallel(\..*)?"):
         with noted():
             check_layout(spec, role.parallel, where=f"{name}.parallel")
-    if isinstance(role, TrainedRoleConfig):
-        with noted():
-            check_trainable(spec, where=f"{name}.model.path")
-        if not faults.doubts(rf"{name}\.freeze"):
-            frozen_tensors(spec, role.freeze, head=_head_of(name), where=f"{name}.freeze")
+    if isinstance(role, TrainedRoleConfig) and not faults.doubts(rf"{name}\.freeze"):
+        frozen_tensors(spec, role.freeze, head=_head_of(name), where=f"{name}.freeze")
 
 
 def _head_of(role: str) -> Head:

@@ -87,7 +87,8 @@ def activation_bytes(role: ModelRole, stage: int) -> int:
 
     Of each layer: inputs of norms, projections, attention and MLP, divided over tp (sequence parallel); with full
     recomputation its input alone, and all of one layer at a time. A stage has pp - stage microbatches under way.
-    Where tp exceeds the KV heads, a rank has a whole KV head, and its group's fused rows beside its own.
+    Where tp exceeds the KV heads, a rank has a whole KV head, and its group's fused rows beside its own. With experts,
+    each token's input and activations once for each of its experts, as if they were chosen evenly.
     Source: arXiv:2205.05198, section 4, written out for gated MLPs and grouped queries.
     """
     spec, parallel = role.spec, role.config.parallel
@@ -96,7 +97,10 @@ def activation_bytes(role: ModelRole, stage: int) -> int:
     layer_input = token * spec.hidden_size
     sharing = max(1, parallel.tp // spec.num_kv_heads)
     group = sharing * (queries + 2 * keys) if sharing > 1 else 0
-    layer = token * (4 * spec.hidden_size + 3 * queries + 4 * sharing * keys + group + 3 * spec.ffn_size)
+    mlp = 3 * spec.ffn_size
+    if spec.num_experts:
+        mlp = spec.experts_per_token * (3 * spec.moe_ffn_size + 2 * spec.hidden_size)
+    layer = token * (4 * spec.hidden_size + 3 * queries + 4 * sharing * keys + group + mlp)
     layers = parallel.stage_layers(spec.num_layers, where=f"{role.name}.parallel")[stage]
     if not role.is_trained:
         kept = layer

@@ -5,7 +5,7 @@ import pytest
 from rlhf.config.checks import collecting
 from rlhf.config.parallel import ParallelConfig
 from rlhf.errors import ConfigError, LayoutError
-from rlhf.families.admissible import check_layout, check_trainable
+from rlhf.families.admissible import check_layout
 from tests.families.test_registry import spec
 
 
@@ -40,9 +40,3 @@ def test_experts_must_share_out_the_ranks_of_a_stage() -> None:
     message = r"parallel.ep: ep\*etp = 3\*2 = 6 given; needs a divisor of tp\*dp = 2\*2 = 4"
     with pytest.raises(ConfigError, match=message):
         ParallelConfig(tp=2, pp=3, dp=2, ep=3, etp=2)
-
-
-def test_training_experts_is_refused() -> None:
-    check_trainable(spec("qwen3"), where="actor.model.path")
-    with pytest.raises(LayoutError, match=r"actor.model.path: a mixtral model to be trained; .* comes later"):
-        check_trainable(spec("mixtral"), where="actor.model.path")

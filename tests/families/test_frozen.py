@@ -1,6 +1,7 @@
 """Patterns against the names of weights."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -65,6 +66,18 @@ def test_patterns_name_what_stays_and_the_rest_can_change() -> None:
 def test_what_cannot_be_frozen_is_refused_by_name(patterns: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=rf"^critic\.freeze: .*{re.escape(says)}"):
         frozen_tensors(SPEC, patterns, head=Head.LM, where="critic.freeze")
+
+
+def test_experts_of_a_layer_stay_or_train_together() -> None:
+    spec = replace(SPEC, family="mixtral", qkv_bias=False, num_experts=3, experts_per_token=2, moe_ffn_size=28)
+    frozen = frozen_tensors(spec, ["*.1.*.w[13].weight", "*.block_sparse_moe.gate.weight"], head=Head.LM, where="x")
+    assert len(frozen) == 2 * 3 + 12
+    for patterns, stays, trains in (
+        (["*.1.*.experts.2.*"], "experts.2.w1", "experts.0.w1"),
+        (["*.experts.0.w2.weight"], "layers.0.block_sparse_moe.experts.0.w2", "layers.0.block_sparse_moe.experts.1.w2"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{stays}.weight is frozen, \S*{trains}.weight is not; ranks hold"):
+            frozen_tensors(spec, patterns, head=Head.LM, where="x")
 
 
 def test_biases_alone_can_stay() -> None:

@@ -82,6 +82,7 @@ def expected_gradients(folder: Path, head: Head) -> dict[str, torch.Tensor]:
 
     kind = transformers.AutoModelForCausalLM if head is Head.LM else transformers.AutoModelForSequenceClassification
     model = kind.from_pretrained(folder, dtype=torch.float64)
+    model.set_experts_implementation("eager")  # of no effect on a dense model
     for row in sequences(model.config.vocab_size, LENGTHS):
         if head is Head.VALUE:
             hidden = model.model(row[None]).last_hidden_state[0]

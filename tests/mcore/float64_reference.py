@@ -56,6 +56,23 @@ def _attention(weights: dict[str, Tensor], at: str, x: Tensor, spec: ModelSpec) 
     return mixed.transpose(0, 1).reshape(len(x), -1) @ weights[f"{at}o_proj.weight"].T
 
 
+def _mlp(weights: dict[str, Tensor], at: str, x: Tensor, _spec: ModelSpec) -> Tensor:
+    gate = torch.nn.functional.silu(x @ weights[at + "gate_proj.weight"].T)
+    return (gate * (x @ weights[at + "up_proj.weight"].T)) @ weights[at + "down_proj.weight"].T
+
+
+def _experts(weights: dict[str, Tensor], at: str, x: Tensor, spec: ModelSpec) -> Tensor:
+    """Each token through its experts, one at a time."""
+    rows = []
+    for token in x:
+        chances = (token @ weights[at + "gate.weight"].T).softmax(-1)
+        chosen = chances.argsort(descending=True)[: spec.experts_per_token].tolist()
+        total = sum(chances[expert] for expert in chosen) if spec.norm_topk_prob else 1.0
+        outputs = [chances[e] / total * _mlp(weights, f"{at}experts.{e}.", token, spec) for e in chosen]
+        rows.append(torch.stack(outputs).sum(0))
+    return torch.stack(rows)
+
+
 def hidden_states(weights: dict[str, Tensor], spec: ModelSpec, tokens: Tensor) -> Tensor:
     """After the final norm, [tokens, hidden]; tokens int64 of one row."""
     x = weights["model.embed_tokens.weight"][tokens]
@@ -64,8 +81,7 @@ def hidden_states(weights: dict[str, Tensor], spec: ModelSpec, tokens: Tensor) -
         normed = _norm(x, weights[at + "input_layernorm.weight"], spec.norm_eps)
         x = x + _attention(weights, at + "self_attn.", normed, spec)
         normed = _norm(x, weights[at + "post_attention_layernorm.weight"], spec.norm_eps)
-        gate = torch.nn.functional.silu(normed @ weights[at + "mlp.gate_proj.weight"].T)
-        x = x + (gate * (normed @ weights[at + "mlp.up_proj.weight"].T)) @ weights[at + "mlp.down_proj.weight"].T
+        x = x + (_experts if spec.num_experts else _mlp)(weights, at + "mlp.", normed, spec)
     return _norm(x, weights["model.norm.weight"], spec.norm_eps)
 
 

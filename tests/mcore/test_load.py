@@ -23,7 +23,7 @@ from rlhf.mcore.groups import ModelGroups, make_groups
 from rlhf.mcore.layout import OUTPUT, local_params, megatron_layout
 from rlhf.mcore.load import draw_weights, load_weights, set_weights
 from rlhf.mcore.model import MegatronModel, build_model
-from tests.mcore.stand_in import stand_in_model, tiny_spec
+from tests.mcore.stand_in import stand_in_model, tiny_moe_spec, tiny_spec
 from tests.mcore.tiny import make_checkpoint
 
 
@@ -51,6 +51,38 @@ def test_weights_are_the_checkpoints_in_the_models_dtype(tmp_path: Path, groups:
         found = params[piece.param][piece.param_box(piece.box).slices]
         assert found.dtype is torch.bfloat16
         assert torch.equal(found, source.read(piece.tensor, piece.box.slices).bfloat16()), piece.tensor
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "mixtral"])
+def test_a_rank_reads_its_own_experts_alone(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(case, tmp_path)
+    spec, parallel = read_spec(tmp_path), ParallelConfig(tp=2, dp=2, ep=2, etp=2)
+    read: dict[str, list[tuple[slice, ...]]] = {}
+    read_block = HfFolder.read
+
+    def recorded(folder: HfFolder, name: str, box: tuple[slice, ...]) -> torch.Tensor:
+        read.setdefault(name, []).append(box)
+        return read_block(folder, name, box)
+
+    monkeypatch.setattr(HfFolder, "read", recorded)
+    model = stand_in_model(spec, parallel, 3)  # position 3 in its stage: second half of the experts and of their rows
+    load_weights(model, tmp_path)
+    mine = {int(name.split(".experts.")[1].split(".")[0]) for name in read if ".experts." in name}
+    assert mine == set(range(6, 12))
+    half = spec.moe_ffn_size // 2
+    for name, boxes in read.items():
+        if ".experts." in name:
+            (box,) = boxes
+            cut = box[1] if name.endswith(("down_proj.weight", "w2.weight")) else box[0]
+            assert (cut.start, cut.stop) == (half, 2 * half), name
+    params, whole = local_params(model), load_file(tmp_path / "model.safetensors")
+    names = ("w1", "w3", "w2") if case == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    stem = "model.layers.1." + ("block_sparse_moe" if case == "mixtral" else "mlp")
+    gate, up, down = (whole[f"{stem}.experts.8.{name}.weight"] for name in names)
+    at = "decoder.layers.1.mlp.experts.local_experts.2"
+    assert torch.equal(params[f"{at}.linear_fc1.weight"], torch.cat([gate[half:], up[half:]]))
+    assert torch.equal(params[f"{at}.linear_fc2.weight"], down[:, half:])
+    assert torch.equal(params["decoder.layers.1.mlp.router.weight"], whole[f"{stem}.gate.weight"])
 
 
 def rewrite(folder: Path, change) -> None:
@@ -118,6 +150,18 @@ def test_drawn_weights_do_not_depend_on_the_layout() -> None:
     assert whole["model.embed_tokens.weight"].std() == pytest.approx(spec.init_std, rel=0.05)
     assert (whole["model.norm.weight"] == 1).all()
     assert (whole["model.layers.1.self_attn.k_proj.bias"] == 0).all()
+
+
+def test_drawn_experts_do_not_depend_on_the_layout() -> None:
+    spec = tiny_moe_spec()
+    whole = drawn(spec, ParallelConfig(), 0)
+    parallel = ParallelConfig(tp=2, pp=2, dp=3, ep=3, etp=2)
+    for rank in parallel.ranks:
+        for name, part in drawn(spec, parallel, rank).items():
+            here = ~torch.isnan(part)
+            assert torch.equal(part[here], whole[name][here]), (name, rank)
+    one, other = (whole[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"] for expert in (2, 3))
+    assert not torch.equal(one, other)
 
 
 def test_random_init_reads_no_weights(tmp_path: Path, groups: ModelGroups) -> None:

@@ -12,14 +12,14 @@ from rlhf.config.parallel import ParallelConfig
 from rlhf.dist.agree import gather
 from rlhf.dist.groups import GroupFactory
 from rlhf.families.spec import Head, ModelSpec
-from rlhf.mcore.groups import ModelGroups, make_groups
+from rlhf.mcore.groups import ModelGroups, expert_grid, make_groups
 from rlhf.mcore.layout import local_params, param_shapes
 from rlhf.mcore.load import draw_weights
 from rlhf.mcore.memory import model_bytes
 from rlhf.mcore.model import MegatronModel, build_model
 from rlhf.mcore.optimizer import build_optimizer
 from tests.harness.ranks import run_ranks
-from tests.mcore.stand_in import tiny_spec
+from tests.mcore.stand_in import tiny_moe_spec, tiny_spec
 
 ODD = {"hidden_size": 18, "ffn_size": 28, "vocab_size": 131}  # no size is a multiple of a bucket's or a shard's
 CASES: tuple[tuple[ModelSpec, ParallelConfig, Head, str], ...] = (
@@ -34,6 +34,9 @@ CASES: tuple[tuple[ModelSpec, ParallelConfig, Head, str], ...] = (
         Head.VALUE,
         "bfloat16",
     ),
+    # Experts' replicas are the dp peers; then there are none.
+    (tiny_moe_spec(**ODD), ParallelConfig(tp=2, dp=2, ep=2), Head.LM, "float32"),
+    (tiny_moe_spec(**ODD, family="mixtral", qk_norm=False), ParallelConfig(dp=4, ep=2, etp=2), Head.VALUE, "bfloat16"),
 )
 
 
@@ -94,9 +97,11 @@ def check_layouts() -> None:
         assert num_bytes(param.main_grad for param in params) == told.gradients, case
         masters, moments = optimizer_elements(model)
         assert masters == (moments // 2 if dtype == "bfloat16" else 0)
-        # Each replica's ranks share the state of all parameters; what a rank keeps is its share but for padding.
+        # Replicas share the state of all parameters; what a rank keeps is its share but for padding.
         shared = gather((masters, moments), groups.cpu_dp)
-        assert sum(of_rank for _, of_rank in shared) == 2 * told.parameters, case
+        experts = sum(param.numel() for name, param in model.module.named_parameters() if ".experts." in name)
+        of_others = experts * (parallel.dp // expert_grid(parallel).size("edp") - 1)  # dp peers with other experts
+        assert sum(of_rank for _, of_rank in shared) == 2 * (told.parameters + of_others), case
         padding = told.gradients // 4 - told.parameters
         for of_rank in shared:
             missing = told.optimizer - 4 * sum(of_rank)

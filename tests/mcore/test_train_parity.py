@@ -142,10 +142,12 @@ def _expect(spec: ModelSpec, head: Head, frozen: frozenset[str]) -> Expected:
             losses = _value_losses if head is Head.VALUE else _token_losses
             total = total + losses(row_weights, *outputs(tokens, len(row_weights))).sum() / _num_tokens(number)
         trained = {name: leaf for name, leaf in leaves.items() if name not in frozen}
-        grads = dict(zip(trained, torch.autograd.grad(total, list(trained.values())), strict=True))
+        grads = dict(
+            zip(trained, torch.autograd.grad(total, list(trained.values()), materialize_grads=True), strict=True)
+        )
         weights.update({name: weight.detach() for name, weight in leaves.items()})
         norm, factor = adamw.step({name: weights[name] for name in trained}, grads, learning_rate(OPTIM, number))
-        found.losses.append(float(total))
+        found.losses.append(float(total.detach()))
         found.norms.append(norm)
         found.factors.append(factor)
     return found

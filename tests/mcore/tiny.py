@@ -37,6 +37,17 @@ CASES = {
 }
 """Name -> config class and what differs from COMMON."""
 
+_EXPERTS = {"num_local_experts": 12, "num_experts_per_tok": 3}
+MOE_CASES = {
+    "qwen3_moe": ("Qwen3MoeConfig", {**_EXPERTS, "moe_intermediate_size": 44, "norm_topk_prob": True}),
+    "qwen3_moe_raw": (
+        "Qwen3MoeConfig",
+        {**_EXPERTS, "moe_intermediate_size": 44, "tie_word_embeddings": True, "num_hidden_layers": 3},
+    ),
+    "mixtral": ("MixtralConfig", {**_EXPERTS, "num_hidden_layers": 3}),
+}
+"""With experts; the second does not divide the probabilities of a token's experts by their sum."""
+
 
 def make_checkpoint(
     name: str, folder: Path, *, num_labels: int = 0, **changes: object
@@ -44,7 +55,7 @@ def make_checkpoint(
     """Random model in eval mode, saved in folder; num_labels > 0 gives a sequence classifier."""
     import transformers
 
-    config_class, extra = CASES[name]
+    config_class, extra = {**CASES, **MOE_CASES}[name]
     config = getattr(transformers, config_class)(**{**COMMON, **extra, **changes})
     torch.manual_seed(sum(map(ord, name)))
     if num_labels:
@@ -54,6 +65,8 @@ def make_checkpoint(
         model = transformers.AutoModelForCausalLM.from_config(config)
     move_from_initial_values(model)
     model.eval().save_pretrained(folder)
+    if name in MOE_CASES:
+        model.set_experts_implementation("eager")  # the grouped one wants sizes that are multiples of 16 bytes
     return model
 
 

@@ -188,6 +188,19 @@ def test_a_hub_id_is_looked_at_by_its_published_shapes_and_said(check) -> None:
         assert f"critic.model.path: {unknown!r} is neither a folder nor a hub id" in err
 
 
+def test_a_model_with_experts_is_looked_at_and_its_layout_checked(check) -> None:
+    hub_id = "Qwen/Qwen3-30B-A3B"
+    words = (f"reference.model.path={hub_id}", "reference.parallel.dp=2")
+    code, out, _ = check(*words, "reference.parallel.ep=2")
+    assert code == 0
+    assert re.search(rf"reference +{hub_id} +30,532,122,624", out)
+    held = 30_532_122_624 - 48 * 64 * 3 * 2048 * 768  # without 64 of the 128 experts of each layer
+    assert re.search(rf"reference +each +0 +{held:,} ", out)
+    code, _, err = check(*words, "reference.parallel.etp=2", "critic.parallel.ep=3")
+    assert code == 2
+    assert "critic.parallel.ep: ep*etp = 3*1 = 3 given; needs a divisor of tp*dp" in err
+
+
 def test_memory_beyond_the_gpu_is_a_fault(check) -> None:
     words = ("actor.model.path=Qwen/Qwen3-8B", "rollout.tp=1")
     code, out, err = check(*words, "--gpu-memory", 80)

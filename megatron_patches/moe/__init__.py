@@ -1,0 +1,1 @@
+"""Mixture-of-experts layers for machines without CUDA or without Transformer Engine."""
