@@ -27,7 +27,7 @@ from rlhf.families.frozen import changing_tensors, frozen_tensors
 from rlhf.families.registry import read_spec
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.groups import ModelGroups, make_groups
-from rlhf.mcore.layout import local_params, megatron_layout
+from rlhf.mcore.layout import current_params, megatron_layout
 from rlhf.mcore.load import set_weights
 from rlhf.mcore.model import MegatronModel, build_model
 from rlhf.mcore.optimizer import build_optimizer
@@ -101,6 +101,8 @@ def _model(
         seed=seed,
         trainable=isinstance(role, TrainedRoleConfig),
         frozen=frozen_tensors(spec, patterns, head=head, where="freeze"),
+        overlap_grad_reduce=isinstance(role, TrainedRoleConfig) and role.optim.overlap_grad_reduce,
+        overlap_param_gather=isinstance(role, TrainedRoleConfig) and role.optim.overlap_param_gather,
         span=site.span,
     )
     if role.model.init != "actor":
@@ -199,7 +201,7 @@ def _saver(
         export_hf(
             model.spec,
             megatron_layout(model.spec, role.parallel, head=model.head, dtype=role.model.dtype),
-            local_params(model),
+            current_params(model),
             target,
             head=model.head,
             source_folder=resolve_folder(role.model.path),
@@ -340,7 +342,7 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
         engine=engine,
         policy_sync=PolicySync(
             sync,
-            actor_params=lambda: local_params(actor.model) if actor.model else {},
+            actor_params=lambda: current_params(actor.model) if actor.model else {},
             engine=engine,
             trained=_trained(config.actor),
         ),

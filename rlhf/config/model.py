@@ -52,6 +52,11 @@ class OptimConfig:
     """Added to the root of the second moment."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 never clips."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over data-parallel ranks, bucket by bucket, while the last microbatch's backward pass runs."""
+    overlap_param_gather: bool = False
+    """Gather updated weights over data-parallel ranks during the next forward pass; needs overlap_grad_reduce, which
+    cuts them into buckets."""
 
     def __post_init__(self) -> None:
         more_than("optim.lr", self.lr, 0.0)
@@ -66,6 +71,11 @@ class OptimConfig:
         between("optim.beta2", self.beta2, 0.0, 1.0)
         more_than("optim.eps", self.eps, 0.0)
         at_least("optim.clip_grad", self.clip_grad, 0.0)
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            refuse(
+                "optim.overlap_param_gather: true, but without optim.overlap_grad_reduce all weights are one bucket, "
+                "whose gather overlaps with nothing; needs both; set optim.overlap_grad_reduce=true"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -68,6 +68,11 @@ class ParallelConfig:
         """Pieces that the layers are cut into: chunk i, in the order of the model, lies on stage i % pp."""
         return self.pp * self.vpp
 
+    @property
+    def microbatch_multiple(self) -> int:
+        """What the number of microbatches of a pass must be a multiple of: chunks take them pp at a time."""
+        return self.pp if self.vpp > 1 else 1
+
     def chunks_of(self, stage: int) -> range:
         """The chunks of a pipeline stage."""
         return range(stage, self.num_chunks, self.pp)

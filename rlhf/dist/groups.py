@@ -17,13 +17,16 @@ class GroupFactory:
     def __init__(self, *, device_backend: str, timeout: timedelta) -> None:
         self.device_backend = device_backend
         self._timeout = timeout
-        self._made: dict[tuple[tuple[int, ...], str], ProcessGroup | None] = {}
+        self._made: dict[tuple[tuple[int, ...], str, str], ProcessGroup | None] = {}
 
-    def make(self, rank_sets: Iterable[tuple[int, ...]], *, backend: str) -> ProcessGroup | None:
-        """The group of rank_sets that this rank is in, or None. Collective over the whole job."""
+    def make(self, rank_sets: Iterable[tuple[int, ...]], *, backend: str, purpose: str = "") -> ProcessGroup | None:
+        """The group of rank_sets that this rank is in, or None. Collective over the whole job.
+
+        Another purpose gives another group over the same ranks, whose messages cannot be taken for the first one's.
+        """
         rank, mine = dist.get_rank(), None
         for ranks in rank_sets:
-            key = (tuple(sorted(ranks)), backend)
+            key = (tuple(sorted(ranks)), backend, purpose)
             if key not in self._made:
                 group = dist.new_group(list(key[0]), backend=backend, timeout=self._timeout)
                 self._made[key] = group if rank in key[0] else None
@@ -31,9 +34,9 @@ class GroupFactory:
                 mine = self._made[key]
         return mine
 
-    def device_group(self, rank_sets: Iterable[tuple[int, ...]]) -> ProcessGroup | None:
+    def device_group(self, rank_sets: Iterable[tuple[int, ...]], *, purpose: str = "") -> ProcessGroup | None:
         """Like `make`, for tensors on the training device (NCCL on GPUs, gloo on CPUs)."""
-        return self.make(rank_sets, backend=self.device_backend)
+        return self.make(rank_sets, backend=self.device_backend, purpose=purpose)
 
     def cpu_group(self, rank_sets: Iterable[tuple[int, ...]]) -> ProcessGroup | None:
         """Like `make`, for tensors in host memory (gloo): decisions, rows, waiting."""

@@ -1,4 +1,4 @@
-"""Megatron's GPTModel with hidden states as its output, so that full logits never exist. One pipeline stage of it."""
+"""Megatron's GPTModel with hidden states as its output, so that full logits never exist. One chunk of it."""
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -32,7 +32,7 @@ class ValueHead(nn.Module):
 
 
 class HiddenStatesGPT(GPTModel):
-    """One stage of the decoder. The last stage gives hidden states after the final norm, [T, 1, H], all T on each rank.
+    """One chunk of the decoder. The last gives hidden states after the final norm, [T, 1, H], all T on each rank.
 
     The head's weight lies in `output_layer.weight` (or in the embedding when tied on one stage) and is applied by
     the loss. The backward pass of the gather over sequence-parallel ranks fits the head: each rank of an lm head adds
@@ -49,18 +49,21 @@ class HiddenStatesGPT(GPTModel):
         collection: ProcessGroupCollection,
         device: torch.device,
         seed: int,
+        vp_stage: int = 0,
     ) -> None:
         stage, stages = collection.pp.rank(), collection.pp.size()
+        last_chunk = (config.virtual_pipeline_model_parallel_size or 1) - 1
         super().__init__(
             config,
             layer_spec,
             vocab_size=padded_vocab_size(spec.vocab_size, collection.tp.size()),
             max_sequence_length=spec.max_positions,
-            pre_process=stage == 0,
-            post_process=stage == stages - 1,
+            pre_process=stage == 0 and vp_stage == 0,
+            post_process=stage == stages - 1 and vp_stage == last_chunk,
             share_embeddings_and_output_weights=spec.tied_embeddings and head is Head.LM,
             position_embedding_type="rope",
             pg_collection=collection,
+            vp_stage=vp_stage,
         )
         self.head = head
         if self.post_process and head is Head.VALUE:

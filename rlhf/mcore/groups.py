@@ -46,6 +46,9 @@ class ModelGroups:
     """Ranks that differ in tp only, gloo; the next two likewise."""
     cpu_pp: ProcessGroup | None
     cpu_dp: ProcessGroup | None
+    pp_gradients: ProcessGroup | None = None
+    """Ranks that differ in pp only, on the training device, a second time: gradients between the stages of a model with
+    several chunks a stage, whose activations go over `collection.pp`. None without chunks."""
 
     @property
     def is_member(self) -> bool:
@@ -143,4 +146,5 @@ def make_groups(parallel: ParallelConfig, factory: GroupFactory) -> ModelGroups:
         cpu_tp=factory.cpu_group(grid.groups("tp")),
         cpu_pp=factory.cpu_group(grid.groups("pp")),
         cpu_dp=factory.cpu_group(grid.groups("dp")),
+        pp_gradients=factory.device_group(grid.groups("pp"), purpose="gradients") if parallel.vpp > 1 else None,
     )

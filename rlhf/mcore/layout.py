@@ -8,6 +8,7 @@ model chunks.
 """
 
 import re
+from bisect import bisect_right
 from collections.abc import Set
 from functools import cache
 from itertools import accumulate
@@ -20,6 +21,7 @@ from rlhf.families.admissible import check_layout
 from rlhf.families.registry import logical_tensors
 from rlhf.families.spec import Head, LogicalTensor, ModelSpec, Part
 from rlhf.mcore.groups import expert_grid, model_grid
+from rlhf.mcore.param_sync import gather_stale
 from rlhf.mcore.transformer_config import padded_vocab_size
 from rlhf.reshard.layout import Box, ModelLayout, ParamLayout, Span
 
@@ -60,6 +62,7 @@ _PARAM = {
 """Megatron's name of the parameter that holds a part; in a layer, the name inside it."""
 
 _INSIDE_LAYER = re.compile(r"^decoder\.layers\.\d+\.(mlp\.experts\.local_experts\.\d+\.)?")
+_LAYER_NUMBER = re.compile(r"^(decoder\.layers\.)(\d+)\.")
 
 _TE_NAMES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -167,8 +170,17 @@ def _stage_params(spec: ModelSpec, parallel: ParallelConfig, head: Head, stage: 
     return found
 
 
-def param_shapes(spec: ModelSpec, parallel: ParallelConfig, *, head: Head, stage: int) -> dict[str, tuple[int, ...]]:
-    """Shape of each parameter of any rank of a pipeline stage, by the names of `local_params`."""
+def _chunk_of(param: str, spec: ModelSpec, parallel: ParallelConfig, stage: int) -> int:
+    """Which of a stage's chunks holds a parameter."""
+    if (numbered := _LAYER_NUMBER.match(param)) is None:
+        return 0 if param == EMBEDDING else parallel.vpp - 1
+    return bisect_right(layers_before(spec, parallel, stage), int(numbered[2])) - 1
+
+
+def param_shapes(
+    spec: ModelSpec, parallel: ParallelConfig, *, head: Head, stage: int, chunk: int | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Shape of each parameter of any rank of a pipeline stage, or of one of its chunks, by `local_params`' names."""
     tp, hidden, head_dim = parallel.tp, spec.hidden_size, spec.head_dim
     queries, ffn = spec.num_heads * head_dim // tp, spec.ffn_size // tp
     qkv = (spec.num_heads + 2 * spec.num_kv_heads) * head_dim // tp
@@ -188,6 +200,8 @@ def param_shapes(spec: ModelSpec, parallel: ParallelConfig, *, head: Head, stage
         "linear_fc2.weight": (hidden, spec.moe_ffn_size // parallel.etp),
     }
     params = {param for _, param in _stage_params(spec, parallel, head, stage)}
+    if chunk is not None:
+        params = {param for param in params if _chunk_of(param, spec, parallel, stage) == chunk}
     return {param: shapes.get(_INSIDE_LAYER.sub("", param), (hidden,)) for param in sorted(params)}
 
 
@@ -250,14 +264,35 @@ def megatron_layout(spec: ModelSpec, parallel: ParallelConfig, *, head: Head, dt
 def local_params(model: "MegatronModel") -> dict[str, Tensor]:
     """This rank's parameters by the names of `megatron_layout`, as detached views of their storage.
 
-    Ask again after the optimizer was built: its buffers may move the storage.
+    They are read as they are: with `optim.overlap_param_gather` stale from a step on (see `current_params`). Ask again
+    after the optimizer was built: its buffers may move the storage.
     """
-    return {local_name(name): param.detach() for name, param in model.module.named_parameters()}
+    parallel, found = model.parallel, {}
+    before = layers_before(model.spec, parallel, model.groups.pp_rank)
+    for module, start in zip(model.modules, before, strict=True):
+        found.update({local_name(name, start): param.detach() for name, param in module.named_parameters()})
+    return found
 
 
-def local_name(name: str) -> str:
-    """Name of a parameter in a layout, from that in the module of either layer spec."""
+def current_params(model: "MegatronModel") -> dict[str, Tensor]:
+    """`local_params` brought up to date first. Collective over the model's dp axis."""
+    gather_stale(model.chunks)
+    return local_params(model)
+
+
+def layers_before(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> tuple[int, ...]:
+    """For each chunk of a pipeline stage, how many layers the chunks before it have."""
+    counts = parallel.chunk_layers(spec.num_layers, where="parallel")
+    return tuple(accumulate((counts[chunk] for chunk in parallel.chunks_of(stage)), initial=0))[:-1]
+
+
+def local_name(name: str, before: int) -> str:
+    """Name of a parameter in a layout, from that in the module of either layer spec.
+
+    `before` layers of the stage are in earlier chunks.
+    """
     for te_name, spec_name in _TE_NAMES.items():
         if name.endswith(te_name):
-            return name.removesuffix(te_name) + spec_name
-    return _TE_EXPERT.sub(r"mlp.experts.local_experts.\2.\1.weight", name)
+            name = name.removesuffix(te_name) + spec_name
+    name = _TE_EXPERT.sub(r"mlp.experts.local_experts.\2.\1.weight", name)
+    return _LAYER_NUMBER.sub(lambda found: f"{found[1]}{int(found[2]) + before}.", name)

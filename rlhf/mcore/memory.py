@@ -1,8 +1,8 @@
 """Bytes that a Megatron model holds on one rank, from spec and layout alone; makes no tensor.
 
 As Megatron-Core's distributed optimizer has it: parameters that are trained and their fp32 gradients lie in one buffer
-each, every parameter from a multiple of 64 elements on; a dp rank keeps the optimizer's state for its share of it.
-Experts have buffers of their own, shared over the ranks that hold the same experts.
+each (of each model chunk), every parameter from a multiple of 64 elements on; a dp rank keeps the optimizer's state
+for its share of it. Experts have buffers of their own, shared over the ranks that hold the same experts.
 """
 
 from collections.abc import Set
@@ -50,18 +50,20 @@ def model_bytes(
     frozen: Set[str] = frozenset(),
 ) -> ModelBytes:
     """Of any rank of a pipeline stage: all hold as much, whichever experts are theirs. `frozen` as in `build_model`."""
-    shapes = param_shapes(spec, parallel, head=head, stage=stage)
-    item, parameters = ITEM_BYTES[dtype], sum(prod(shape) for shape in shapes.values())
+    chunks = [param_shapes(spec, parallel, head=head, stage=stage, chunk=chunk) for chunk in range(parallel.vpp)]
+    item, parameters = ITEM_BYTES[dtype], sum(prod(shape) for shapes in chunks for shape in shapes.values())
     if not trainable:
         return ModelBytes(parameters=parameters, weights=parameters * item, gradients=0, optimizer=0)
     stays = frozen_params(spec, parallel, head=head, stage=stage, frozen=frozen)
-    beside = sum(prod(shapes.pop(name)) for name in stays)
+    beside = sum(prod(shapes.pop(name)) for shapes in chunks for name in stays & shapes.keys())
     is_tied_apart = spec.tied_embeddings and head is Head.LM and parallel.pp > 1
-    experts = {name: shape for name, shape in shapes.items() if EXPERTS in name}
-    others = {name: shape for name, shape in shapes.items() if EXPERTS not in name}
     dp, expert_dp = parallel.dp, expert_grid(parallel).size("edp")
-    buffer = _buffer_elements(others, dp=dp, in_own_bucket={EMBEDDING, OUTPUT} if is_tied_apart else set())
-    expert_buffer = _buffer_elements(experts, dp=expert_dp, in_own_bucket=set())
+    in_own_bucket, buffer, expert_buffer = {EMBEDDING, OUTPUT} if is_tied_apart else set(), 0, 0
+    for shapes in chunks:
+        experts = {name: shape for name, shape in shapes.items() if EXPERTS in name}
+        others = {name: shape for name, shape in shapes.items() if EXPERTS not in name}
+        buffer += _buffer_elements(others, dp=dp, in_own_bucket=in_own_bucket)
+        expert_buffer += _buffer_elements(experts, dp=expert_dp, in_own_bucket=set())
     state = _MOMENT_BYTES + (_MASTER_BYTES if item < _MASTER_BYTES else 0)
     return ModelBytes(
         parameters=parameters,
@@ -72,7 +74,7 @@ def model_bytes(
 
 
 def _buffer_elements(shapes: dict[str, tuple[int, ...]], *, dp: int, in_own_bucket: set[str]) -> int:
-    """Elements of the gradient buffer: one bucket, and one for an embedding that two stages share."""
+    """Elements of a chunk's gradient buffer: one bucket, and one for an embedding that two stages share."""
     bucket = lcm(dp, _BUCKET_ALIGNMENT)
     rest = sum(_up(prod(shape), _PARAM_ALIGNMENT) for name, shape in shapes.items() if name not in in_own_bucket)
     shared = [prod(shape) for name, shape in shapes.items() if name in in_own_bucket]

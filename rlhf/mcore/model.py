@@ -1,7 +1,7 @@
 """A Megatron model on this rank: built from a spec and a layout, its weights not yet set."""
 
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -15,7 +15,8 @@ from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.gpt import HiddenStatesGPT
 from rlhf.mcore.groups import ModelGroups
 from rlhf.mcore.layer_spec import make_layer_spec, prepare_megatron, uses_transformer_engine
-from rlhf.mcore.layout import frozen_params, local_name
+from rlhf.mcore.layout import frozen_params, layers_before, local_name
+from rlhf.mcore.param_sync import gather_before_use
 from rlhf.mcore.spans import MegatronSpans
 from rlhf.mcore.transformer_config import make_transformer_config
 from rlhf.metrics.timers import SpanFn, no_span
@@ -23,20 +24,33 @@ from rlhf.metrics.timers import SpanFn, no_span
 
 @dataclass(frozen=True, slots=True)
 class MegatronModel:
-    """This rank's stage and shard of a model."""
+    """This rank's stage and shard of a model: one chunk of layers, or several when the pipeline is virtual."""
 
     spec: ModelSpec
     parallel: ParallelConfig
     groups: ModelGroups
     head: Head
     config: TransformerConfig
-    module: HiddenStatesGPT
-    chunk: nn.Module
-    """What the schedules run: the module in Megatron's DistributedDataParallel when it is trained, else the module."""
+    modules: tuple[HiddenStatesGPT, ...]
+    """Of each chunk, in the order of the model."""
+    chunks: tuple[nn.Module, ...]
+    """What the schedules run: each module in Megatron's DistributedDataParallel when it is trained, else the module."""
     device: torch.device
     seed: int
     span: SpanFn = no_span
     """Names what is done with the model, for timelines."""
+
+    @property
+    def module(self) -> HiddenStatesGPT:
+        """The module of a stage that is one chunk."""
+        (module,) = self.modules
+        return module
+
+    @property
+    def chunk(self) -> nn.Module:
+        """What the schedules run of a stage that is one chunk."""
+        (chunk,) = self.chunks
+        return chunk
 
 
 def build_model(
@@ -50,6 +64,8 @@ def build_model(
     seed: int,
     trainable: bool,
     frozen: Set[str] = frozenset(),
+    overlap_grad_reduce: bool = False,
+    overlap_param_gather: bool = False,
     span: SpanFn = no_span,
 ) -> MegatronModel:
     """Build this rank's part. On the ranks of the pool only; no communication.
@@ -68,6 +84,8 @@ def build_model(
         trainable: Whether gradients are kept.
         frozen: Logical names of weights of a trainable model that are not trained, from `frozen_tensors`: they have no
             gradient and no optimizer state, and are not in the gradient norm.
+        overlap_grad_reduce: Of a trainable model, like the next: as OptimConfig's.
+        overlap_param_gather: Weights are then stale from a step to the next forward pass; see `current_params`.
         span: Names what is done with the model, for timelines; Megatron's own timers go there too.
 
     Raises:
@@ -76,35 +94,50 @@ def build_model(
     """
     assert groups.collection is not None, f"rank {groups.rank} is outside the model's pool {groups.grid.ranks}"
     check_layout(spec, parallel, where="parallel")
-    assert parallel.vpp == 1, "model chunks are laid out but not built"
     prepare_megatron(device)
     use_te = uses_transformer_engine(device)
     config = make_transformer_config(
         spec, model, parallel, pp_rank=groups.pp_rank, use_te=use_te, on_cpu=device.type == "cpu"
     )
-    module = HiddenStatesGPT(
-        spec,
-        config,
-        make_layer_spec(qk_norm=spec.qk_norm, use_te=use_te, num_experts=spec.num_experts),
-        head=head,
-        collection=groups.collection,
-        device=device,
-        seed=seed,
+    modules = tuple(
+        HiddenStatesGPT(
+            spec,
+            config,
+            make_layer_spec(qk_norm=spec.qk_norm, use_te=use_te, num_experts=spec.num_experts),
+            head=head,
+            collection=groups.collection,
+            device=device,
+            seed=seed,
+            vp_stage=vp_stage,
+        )
+        for vp_stage in range(parallel.vpp)
     )
-    chunk: nn.Module = module
+    chunks: tuple[nn.Module, ...] = modules
     if trainable:
-        _freeze(module, frozen_params(spec, parallel, head=head, stage=groups.pp_rank, frozen=frozen))
-        chunk = DistributedDataParallel(config, _ddp_config(), module, pg_collection=groups.collection)
+        stays = frozen_params(spec, parallel, head=head, stage=groups.pp_rank, frozen=frozen)
+        for module, before in zip(modules, layers_before(spec, parallel, groups.pp_rank), strict=True):
+            _freeze(module, stays, before)
+        ddp = _ddp_config(overlap_grad_reduce=overlap_grad_reduce, overlap_param_gather=overlap_param_gather)
+        chunks = tuple(
+            DistributedDataParallel(
+                config, replace(ddp), module, disable_bucketing=vp_stage > 0, pg_collection=groups.collection
+            )
+            for vp_stage, module in enumerate(modules)
+        )
+        if overlap_grad_reduce:  # or the first microbatch's gradients would be reduced as if they were all
+            no_sync = [chunk.no_sync for chunk in chunks]
+            config.no_sync_func = no_sync if parallel.vpp > 1 else no_sync[0]
     else:
-        module.requires_grad_(False).eval()
+        for module in modules:
+            module.requires_grad_(False).eval()
     if span is not no_span:
         config.timers = MegatronSpans(span)
-    return MegatronModel(spec, parallel, groups, head, config, module, chunk, device, seed, span)
+    return MegatronModel(spec, parallel, groups, head, config, modules, chunks, device, seed, span)
 
 
-def _freeze(module: HiddenStatesGPT, frozen: Set[str]) -> None:
+def _freeze(module: HiddenStatesGPT, frozen: Set[str], layers_before: int) -> None:
     for name, param in module.named_parameters():
-        if local_name(name) in frozen:
+        if local_name(name, layers_before) in frozen:
             param.requires_grad_(False)
     trains = any(param.requires_grad for param in module.parameters())
     if frozen and trains and module.pre_process and module.config.recompute_granularity == "full":
@@ -116,24 +149,29 @@ def _with_gradient(embedded: Tensor) -> Tensor:
     return embedded.requires_grad_() if torch.is_grad_enabled() and embedded.is_leaf else embedded
 
 
-def _ddp_config() -> DistributedDataParallelConfig:
+def _ddp_config(*, overlap_grad_reduce: bool, overlap_param_gather: bool) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,
-        overlap_param_gather=False,
+        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=overlap_param_gather,
         check_for_nan_in_grad=False,
     )
 
 
 def head_weight(model: MegatronModel) -> Tensor:
-    """Weight that the loss applies to the hidden states. On last-stage ranks only; no communication.
+    """Weight that the loss applies to the hidden states. On last-stage ranks only.
+
+    No communication, but when the optimizer's `overlap_param_gather` left it stale: then collective over dp.
 
     Returns:
         Lm head: [padded vocabulary / tp, H], this rank's rows (the embedding itself when tied on one stage).
         Value head: [1, H], the same on all tensor-parallel ranks; so is its gradient.
     """
     assert model.groups.is_last_stage, f"stage {model.groups.pp_rank} has no head"
-    if model.module.output_layer.weight is not None:
-        return model.module.output_layer.weight
-    return model.module.shared_embedding_or_output_weight()
+    last = model.modules[-1]
+    weight = last.output_layer.weight
+    if weight is None:
+        weight = last.shared_embedding_or_output_weight()
+    gather_before_use(model.chunks[-1], weight)
+    return weight

@@ -111,9 +111,10 @@ def build_optimizer(model: MegatronModel, optim: OptimConfig) -> Optimizer:
             bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=True,
+            overlap_param_gather=optim.overlap_param_gather,
             timers=model.config.timers,
         ),
-        [model.chunk],
+        list(model.chunks),
         use_gloo_process_groups=False,
         pg_collection=model.groups.collection,
     )

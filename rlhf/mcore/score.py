@@ -69,7 +69,12 @@ def pack_microbatches(
     """Plan of the rows and each microbatch on the model's device. Collective over dp (the count is agreed)."""
     check_sequences(sequences, vocab_size=model.spec.vocab_size)
     with model.span("agree on microbatches", Kind.WAIT):
-        plan = plan_microbatches(sequences.tokens.lengths.tolist(), microbatch_tokens, model.groups.cpu_dp)
+        plan = plan_microbatches(
+            sequences.tokens.lengths.tolist(),
+            microbatch_tokens,
+            model.groups.cpu_dp,
+            multiple_of=model.parallel.microbatch_multiple,
+        )
     with model.span("pack"):
         parts = [sequences.select(torch.tensor(rows, dtype=torch.int64)) for rows in plan]
         return plan, [pack(part, multiple_of=model.parallel.tp, device=model.device) for part in parts]

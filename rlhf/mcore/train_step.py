@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf.data.batch import Sequences
 from rlhf.families.spec import Head
-from rlhf.mcore.model import MegatronModel
+from rlhf.mcore.model import MegatronModel, head_weight
 from rlhf.mcore.optimizer import Optimizer
 from rlhf.mcore.outputs import PolicyOutputs, ValueOutputs, policy_outputs, value_outputs
 from rlhf.mcore.schedule import run_schedule
@@ -86,12 +86,12 @@ def train_step(
             outputs = policy_outputs(model, hidden, packed[number].targets, temperature=temperature)
         value, sums = loss(outputs, parts[number])
         if not len(hidden):
-            value = (
-                value + hidden.sum()
-            )  # of nothing: ties a dummy's loss to the model, or pp peers wait for a gradient
+            # Of nothing: ties a dummy's loss to the model, or pp peers wait for a gradient and dp peers for the head's.
+            value = value + hidden.sum() + head_weight(model)[:0].sum()
         return value, {name: total.detach() for name, total in sums.items()}
 
-    model.chunk.zero_grad_buffer()
+    for chunk in model.chunks:
+        chunk.zero_grad_buffer()
     optimizer.zero_grad()
     found = run_schedule(model, packed, finish, forward_only=False)
     with model.span("sum statistics", Kind.WAIT):

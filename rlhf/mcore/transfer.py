@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from rlhf.config.parallel import ParallelConfig
 from rlhf.families.inherit import inherited_tensors
 from rlhf.families.spec import Head, ModelSpec
-from rlhf.mcore.layout import local_params, megatron_layout
+from rlhf.mcore.layout import current_params, local_params, megatron_layout
 from rlhf.mcore.load import draw_rest
 from rlhf.mcore.model import MegatronModel
 from rlhf.reshard.check import Certificate
@@ -63,7 +63,7 @@ def transfer_weights(
 
     Args:
         layouts: From `transfer_layouts`.
-        src: This rank's part of the source, its weights up to date; None outside its pool.
+        src: This rank's part of the source; None outside its pool.
         dst: This rank's part of the destination, its weights not yet set; None outside its pool.
         topology: Nodes of the job's ranks.
         group: Its transport works on `device`.
@@ -76,6 +76,6 @@ def transfer_weights(
     sync = WeightSync(*layouts, topology=topology, group=group, device=device, bucket_bytes=bucket_bytes)
     if dst is not None:
         draw_rest(dst, given=frozenset(layouts[1].tensors))
-    sync.update_weights(local_params(src) if src else {}, local_params(dst) if dst else {})
+    sync.update_weights(current_params(src) if src else {}, local_params(dst) if dst else {})
     assert sync.certificate is not None, "ranks of the group are in a pool"
     return sync.certificate

@@ -18,31 +18,37 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class StageLayout(PipelineParallelLayerLayout):
-    """Layers of each pipeline stage, any counts, seen from one stage.
+    """Layers of each model chunk, any counts, seen from one pipeline stage.
 
-    Upstream's methods fall back on the global parallel state for the stage; here they answer for `pp_rank`.
+    Upstream's methods fall back on the global parallel state for the stage, and on chunk 0 when that state knows of no
+    chunks; here they answer for `pp_rank`, and a stage of several chunks must be asked about one of them.
     """
 
-    def __init__(self, stage_layers: tuple[int, ...], pp_rank: int) -> None:
-        stages = [["decoder"] * count for count in stage_layers]
-        stages[0].insert(0, "embedding")
-        stages[-1].append("loss")
-        super().__init__(stages, len(stages))
+    def __init__(self, chunk_layers: tuple[int, ...], *, pp: int, pp_rank: int) -> None:
+        chunks = [["decoder"] * count for count in chunk_layers]
+        chunks[0].insert(0, "embedding")
+        chunks[-1].append("loss")
+        super().__init__(chunks, pp)
         self.pp_rank = pp_rank
-        self.stage_layers = stage_layers
+        self.chunk_layers = chunk_layers
 
     def get_num_layers_to_build(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """Layers of a kind on this stage."""
-        return self.layout[self.pp_rank if pp_rank is None else pp_rank][vp_stage or 0].count(layer_type)
+        """Layers of a kind in a chunk of this stage."""
+        return self.layout[self.pp_rank if pp_rank is None else pp_rank][self._chunk(vp_stage)].count(layer_type)
 
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """Layers of a kind on the stages before this one."""
-        at = self.pp_rank if pp_rank is None else pp_rank
-        return sum(stage[vp_stage or 0].count(layer_type) for stage in self.layout[:at])
+        """Layers of a kind in the chunks before this one, in the order of the model."""
+        stage, chunk = self.pp_rank if pp_rank is None else pp_rank, self._chunk(vp_stage)
+        before = [one[at] for at in range(chunk) for one in self.layout] + [one[chunk] for one in self.layout[:stage]]
+        return sum(layers.count(layer_type) for layers in before)
+
+    def _chunk(self, vp_stage: int | None) -> int:
+        assert vp_stage is not None or self.virtual_pipeline_model_parallel_size == 1, "which chunk of the stage?"
+        return vp_stage or 0
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
@@ -88,6 +94,9 @@ def make_transformer_config(
         **_expert_settings(spec, parallel, use_te=use_te),
         # Packed microbatches of different lengths; upstream demands the dispatcher even of dense models.
         variable_seq_lengths=True,
+        # Of several chunks: the mode that interleaved_p2p.py is made for.
+        overlap_p2p_comm=parallel.vpp > 1,
+        batch_p2p_comm=parallel.vpp == 1,
         moe_token_dispatcher_type="alltoall",
         recompute_granularity="full" if model.recompute == "full" else None,
         recompute_method="uniform" if model.recompute == "full" else None,
@@ -99,8 +108,9 @@ def make_transformer_config(
         gradient_accumulation_fusion=False,
     )
     # Set afterwards: __post_init__ would replace a layout that is handed in by one that asks the global for the stage.
+    config.virtual_pipeline_model_parallel_size = parallel.vpp if parallel.vpp > 1 else None
     config.pipeline_model_parallel_layout = StageLayout(
-        parallel.stage_layers(spec.num_layers, where="parallel"), pp_rank
+        parallel.chunk_layers(spec.num_layers, where="parallel"), pp=parallel.pp, pp_rank=pp_rank
     )
     return config
 

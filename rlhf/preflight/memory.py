@@ -86,10 +86,11 @@ def activation_bytes(role: ModelRole, stage: int) -> int:
     """Estimate of what a rank keeps of its microbatches between forward and backward, with flash attention.
 
     Of each layer: inputs of norms, projections, attention and MLP, divided over tp (sequence parallel); with full
-    recomputation its input alone, and all of one layer at a time. A stage has pp - stage microbatches under way.
+    recomputation its input alone, and all of one layer at a time. A stage has pp - stage microbatches under way; with
+    several chunks each chunk holds its own: (vpp - 1) pp + 2 (pp - stage - 1) + 1 passes of a chunk's share of layers.
     Where tp exceeds the KV heads, a rank has a whole KV head, and its group's fused rows beside its own. With experts,
     each token's input and activations once for each of its experts, as if they were chosen evenly.
-    Source: arXiv:2205.05198, section 4, written out for gated MLPs and grouped queries.
+    Source: arXiv:2205.05198, section 4, written out for gated MLPs and grouped queries; arXiv:2104.04473, section 2.2.
     """
     spec, parallel = role.spec, role.config.parallel
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -102,12 +103,15 @@ def activation_bytes(role: ModelRole, stage: int) -> int:
         mlp = spec.experts_per_token * (3 * spec.moe_ffn_size + 2 * spec.hidden_size)
     layer = token * (4 * spec.hidden_size + 3 * queries + 4 * sharing * keys + group + mlp)
     layers = parallel.stage_layers(spec.num_layers, where=f"{role.name}.parallel")[stage]
+    under_way: float = parallel.pp - stage
+    if parallel.vpp > 1:
+        under_way = ((parallel.vpp - 1) * parallel.pp + 2 * (parallel.pp - stage - 1) + 1) / parallel.vpp
     if not role.is_trained:
         kept = layer
     elif role.config.model.recompute == "full":
-        kept = layers * layer_input * (parallel.pp - stage) + 2 * layer
+        kept = layers * layer_input * under_way + 2 * layer
     else:
-        kept = layers * layer * (parallel.pp - stage) + layer
+        kept = layers * layer * under_way + layer
     return int(kept * role.config.microbatch_tokens)
 
 

@@ -48,15 +48,16 @@ def _work(name: str, role: ModelRole, minibatches: Sequence[Sequence[int]]) -> W
     for minibatch in minibatches:
         dealt = [minibatch[rank::dp] for rank in range(dp)]  # as models/calls.py deals them
         rows += [len(part) for part in dealt]
-        counts.append(max(len(plan_microbatches(part, budget, None)) for part in dealt))
-    tokens, stages = sum(map(sum, minibatches)), role.config.parallel.pp
+        multiple_of = role.config.parallel.microbatch_multiple
+        counts.append(max(len(plan_microbatches(part, budget, None, multiple_of)) for part in dealt))
+    tokens, stages, chunks = sum(map(sum, minibatches)), role.config.parallel.pp, role.config.parallel.vpp
     return Work(
         name=name,
         optimizer_steps=len(minibatches) if role.is_trained and name.endswith("update") else 0,
         rows_of_rank=(min(rows), max(rows)),
         microbatches=(min(counts), max(counts)),
         fill=tokens / (sum(counts) * dp * budget),
-        bubble=sum((stages - 1) / (count + stages - 1) for count in counts) / len(counts),
+        bubble=sum((stages - 1) / (count * chunks + stages - 1) for count in counts) / len(counts),
         too_long=sum(length > budget for minibatch in minibatches for length in minibatch),
     )
 

@@ -163,6 +163,7 @@ def test_a_mistake_is_named_with_its_place_and_cure(refused, override, parts):
     ("overrides", "start"),
     [
         (["actor.optim.lr=0"], "actor.optim.lr: 0.0 given"),
+        (["critic.optim.overlap_param_gather=true"], "critic.optim.overlap_param_gather: true, but without critic.opt"),
         (["critic.optim.min_lr=1"], "critic.optim.min_lr: 1.0 is above critic.optim.lr = 1e-06"),
         (["reference.parallel.vpp=2"], "reference.parallel.vpp: 2 chunks on a single pipeline stage given; needs"),
         (

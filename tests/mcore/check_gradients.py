@@ -1,8 +1,11 @@
 """Each weight's gradient equals transformers' in every layout, and Megatron never asks the global parallel state."""
 
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -10,6 +13,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
+    forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
 )
 
@@ -19,7 +23,8 @@ from rlhf.dist.groups import GroupFactory
 from rlhf.families.registry import read_spec
 from rlhf.families.spec import Head
 from rlhf.mcore.groups import make_groups
-from rlhf.mcore.layout import megatron_layout
+from rlhf.mcore.interleaved_p2p import InterleavedP2P
+from rlhf.mcore.layout import local_params, megatron_layout
 from rlhf.mcore.load import load_weights
 from rlhf.mcore.model import MegatronModel, build_model, head_weight
 from rlhf.mcore.vocab_parallel import vocab_parallel_logprobs
@@ -27,7 +32,7 @@ from tests.mcore.tiny import pack, sequences
 
 CPU = torch.device("cpu")
 LENGTHS = (9, 2, 23, 6, 5, 14, 3, 11)
-"""Two microbatches on each of two replicas; the even sequences are replica 0's."""
+"""Microbatches on each of two replicas; the even sequences are replica 0's."""
 
 
 def forbid_parallel_state() -> None:
@@ -95,12 +100,32 @@ def expected_gradients(folder: Path, head: Head) -> dict[str, torch.Tensor]:
     return {name: param.grad for name, param in model.named_parameters()}
 
 
-def run_backward(model: MegatronModel) -> None:
-    """Megatron's own schedule over this replica's two microbatches."""
-    rows = sequences(model.spec.vocab_size, LENGTHS)[model.groups.dp_rank :: model.parallel.dp]
-    half = len(rows) // 2
-    microbatches = iter([rows[:half], rows[half:]])
+@contextmanager
+def no_messages_over_the_world() -> Iterator[None]:
+    """Single messages between ranks must name a group."""
+    posts = dist.isend, dist.irecv
+
+    def checked(post):
+        def call(tensor, peer, *, group):
+            assert group not in (None, dist.group.WORLD)
+            return post(tensor, peer, group=group)
+
+        return call
+
+    dist.isend, dist.irecv = map(checked, posts)
+    yield
+    dist.isend, dist.irecv = posts
+
+
+def run_backward(
+    model: MegatronModel, lengths: Sequence[int] = LENGTHS, communicator: P2PCommunicator | None = None
+) -> None:
+    """Megatron's own schedule over this replica's microbatches: two, or two rounds through the stages' chunks."""
+    rows = sequences(model.spec.vocab_size, lengths)[model.groups.dp_rank :: model.parallel.dp]
+    number = 2 * model.parallel.microbatch_multiple
+    microbatches = [rows[len(rows) * i // number : len(rows) * (i + 1) // number] for i in range(number)]
     collection = model.groups.collection
+    inputs = [iter(microbatches) for _ in model.chunks]
 
     def forward_step(data, chunk):
         mine = next(data)
@@ -108,29 +133,43 @@ def run_backward(model: MegatronModel) -> None:
         out = chunk(packed.tokens, packed.positions, None, packed_seq_params=packed.params)
         return out, lambda hidden: (loss_of(model, hidden, mine), torch.zeros([], dtype=torch.int), {})
 
-    pipelined = model.parallel.pp > 1
-    schedule = forward_backward_pipelining_without_interleaving if pipelined else forward_backward_no_pipelining
-    model.chunk.zero_grad_buffer()
+    for chunk in model.chunks:
+        chunk.zero_grad_buffer()
+    interleaved = model.parallel.vpp > 1
+    schedule = forward_backward_no_pipelining
+    if interleaved:
+        schedule = forward_backward_pipelining_with_interleaving
+        tokens = [pack(mine, multiple_of=model.parallel.tp).tokens.numel() for mine in microbatches]
+        communicator = communicator or InterleavedP2P(model, [count // model.parallel.tp for count in tokens])
+    elif model.parallel.pp > 1:
+        schedule = forward_backward_pipelining_without_interleaving
+        communicator = P2PCommunicator(collection.pp, model.config)
     schedule(
         forward_step_func=forward_step,
-        data_iterator=microbatches,
-        model=model.chunk,
-        num_microbatches=2,
-        seq_length=1,
+        data_iterator=inputs if interleaved else inputs[0],
+        model=list(model.chunks) if interleaved else model.chunk,
+        num_microbatches=number,
+        seq_length=max(lengths) if interleaved else 1,
         micro_batch_size=1,
         forward_only=False,
         pg_collection=collection,
         force_all_reduce=True,
-        **({"p2p_communicator": P2PCommunicator(collection.pp, model.config)} if pipelined else {}),
+        **({"p2p_communicator": communicator} if communicator else {}),
     )
 
 
+def main_grads(model: MegatronModel) -> dict[str, torch.Tensor]:
+    """Gradients by the layout's names."""
+    grads = [param.main_grad for module in model.modules for param in module.parameters()]
+    return dict(zip(local_params(model), grads, strict=True))
+
+
 def check_gradients(model: MegatronModel, expected: dict[str, torch.Tensor], what: str) -> None:
-    params = dict(model.module.named_parameters())
+    params = main_grads(model)
     layout = megatron_layout(model.spec, model.parallel, head=model.head, dtype="float32")
     for piece in layout.holdings(model.groups.rank):
         wanted = expected[piece.tensor][piece.box.slices].float()
-        found = params[piece.param].main_grad[piece.param_box(piece.box).slices]
+        found = params[piece.param][piece.param_box(piece.box).slices]
         # fp32 against float64: sums of up to 73 tokens' terms, relative to the largest gradient of the tensor
         bound = 2e-5 * float(expected[piece.tensor].abs().max())
         off = float((found - wanted).abs().max())
@@ -139,25 +178,43 @@ def check_gradients(model: MegatronModel, expected: dict[str, torch.Tensor], wha
 
 def check_step(model: MegatronModel) -> None:
     """The distributed optimizer moves the weights, and both ends of a tied weight alike."""
-    before = {name: param.detach().clone() for name, param in model.module.named_parameters()}
+    before = {name: param.clone() for name, param in local_params(model).items()}
     config = OptimizerConfig(
         optimizer="adam", lr=1e-2, use_distributed_optimizer=True, clip_grad=1.0, params_dtype=torch.float32
     )
     optimizer = get_megatron_optimizer(
-        config, [model.chunk], use_gloo_process_groups=False, pg_collection=model.groups.collection
+        config, list(model.chunks), use_gloo_process_groups=False, pg_collection=model.groups.collection
     )
     succeeded, grad_norm, _ = optimizer.step()
     assert succeeded
     assert grad_norm > 0
-    for name, param in model.module.named_parameters():
+    for name, param in local_params(model).items():
         assert torch.isfinite(param).all(), name
         assert not torch.equal(param, before[name]), name
-    if model.module.share_embeddings_and_output_weights and model.parallel.pp > 1:
-        weight = model.module.shared_embedding_or_output_weight()
-        if weight is not None:
+    if model.modules[0].share_embeddings_and_output_weights and model.parallel.pp > 1:
+        groups, ends = model.groups, (model.modules[0], model.modules[-1])
+        if groups.is_first_stage or groups.is_last_stage:
+            weight = ends[groups.is_last_stage].shared_embedding_or_output_weight()
             copies = [torch.empty_like(weight) for _ in range(2)]
             dist.all_gather(copies, weight.detach(), group=model.groups.collection.embd)
             assert torch.equal(*copies)
+
+
+def check_what_upstream_does_to_chunks(model: MegatronModel, what: str) -> None:
+    """Upstream's own messages at pp 2 give other gradients and say nothing; so comparing gradients does find it.
+
+    Microbatches are of one length, since shapes that are mistaken for one another would be noticed.
+    """
+    run_backward(model, (5,) * 8)
+    ours = {name: grad.clone() for name, grad in main_grads(model).items()}
+    model.config.overlap_p2p_comm, model.config.batch_p2p_comm = False, True
+    with pytest.raises(AssertionError, match="needs True, False"):
+        InterleavedP2P(model, [5] * 4)
+    run_backward(model, (5,) * 8, P2PCommunicator(model.groups.collection.pp, model.config))
+    worst = max(
+        float((grad - ours[name]).abs().max() / ours[name].abs().max()) for name, grad in main_grads(model).items()
+    )
+    assert worst > 0.1, what
 
 
 def check_all_gradients(root: Path, factory: GroupFactory) -> None:
@@ -170,9 +227,13 @@ def check_all_gradients(root: Path, factory: GroupFactory) -> None:
         config = ModelConfig(path="by-hand", recompute=recompute)
         model = build_model(spec, config, parallel, groups, head=head, device=CPU, seed=1, trainable=True)
         load_weights(model, folder)
-        run_backward(model)
-        check_gradients(model, torch.load(root / f"{case}.grads.pt"), f"{case} {parallel} {recompute}")
+        what = f"{case} {parallel} {recompute}"
+        with no_messages_over_the_world() if parallel.vpp > 1 else nullcontext():
+            run_backward(model)
+        check_gradients(model, torch.load(root / f"{case}.grads.pt"), what)
         check_step(model)
+        if (parallel.tp, parallel.pp, parallel.vpp) == (1, 2, 2):
+            check_what_upstream_does_to_chunks(model, what)
 
 
 CHECKS = [
@@ -184,4 +245,9 @@ CHECKS = [
     ("qwen3", ParallelConfig(tp=4), Head.LM, "full"),
     ("llama", ParallelConfig(tp=4), Head.VALUE, "none"),
     ("qwen3", ParallelConfig(pp=3, layers_per_stage=(1, 1, 1), first_rank=1), Head.LM, "none"),
+    ("qwen2", ParallelConfig(pp=2, vpp=2, dp=2), Head.LM, "none"),
+    ("qwen2", ParallelConfig(tp=2, pp=2, vpp=2), Head.LM, "none"),
+    ("llama", ParallelConfig(tp=2, pp=2, vpp=2), Head.VALUE, "full"),
+    ("deep", ParallelConfig(pp=2, vpp=3, layers_per_stage=(1, 1, 2, 1, 1, 1), first_rank=2), Head.LM, "none"),
+    ("deep", ParallelConfig(pp=3, vpp=2, layers_per_stage=(2, 1, 1, 1, 1, 1)), Head.LM, "none"),
 ]

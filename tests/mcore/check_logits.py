@@ -25,17 +25,19 @@ CPU = torch.device("cpu")
 
 def forward(model: MegatronModel, packed: Packed) -> torch.Tensor:
     """Last stage's hidden states [T, 1, H] on all stages' ranks' last; passes activations by hand."""
-    groups = model.groups
+    groups, parallel = model.groups, model.parallel
     pp = groups.collection.pp
     ranks = dist.get_process_group_ranks(pp)
-    rows = packed.tokens.shape[1] // model.parallel.tp
-    if not groups.is_first_stage:
-        received = torch.empty(rows, 1, model.spec.hidden_size)
-        dist.recv(received, ranks[groups.pp_rank - 1], group=pp)
-        model.module.set_input_tensor(received)
-    out = model.chunk(packed.tokens, packed.positions, None, packed_seq_params=packed.params)
-    if not groups.is_last_stage:
-        dist.send(out, ranks[groups.pp_rank + 1], group=pp)
+    rows = packed.tokens.shape[1] // parallel.tp
+    numbers = parallel.chunks_of(groups.pp_rank)
+    for number, module, chunk in zip(numbers, model.modules, model.chunks, strict=True):
+        if number:
+            received = torch.empty(rows, 1, model.spec.hidden_size)
+            dist.recv(received, ranks[(number - 1) % parallel.pp], group=pp)
+            module.set_input_tensor(received)
+        out = chunk(packed.tokens, packed.positions, None, packed_seq_params=packed.params)
+        if number + 1 < parallel.num_chunks:
+            dist.send(out, ranks[(number + 1) % parallel.pp], group=pp)
     return out
 
 
@@ -55,7 +57,7 @@ def check_logits(root: Path, case: str, parallel: ParallelConfig, groups: ModelG
     model = build_model(spec, config, parallel, groups, head=Head.LM, device=CPU, seed=1, trainable=False)
     load_weights(model, root / case)
     if parallel.tp == 2 and groups.tp_rank == 1 and groups.is_first_stage:
-        embedding = model.module.embedding.word_embeddings.weight
+        embedding = model.modules[0].embedding.word_embeddings.weight
         assert embedding.shape == (66, 48), embedding.shape
         assert (embedding[65] == 0).all(), "131 rows over 2 ranks leave one row of padding"
     packed = pack(sequences(spec.vocab_size), multiple_of=parallel.tp)
@@ -93,8 +95,8 @@ def check_all_logits(root: Path, factory: GroupFactory) -> None:
             continue
         for case in CASES:
             num_layers = read_spec(root / case).num_layers
-            stages = parallel.layers_per_stage or (num_layers // parallel.pp,) * parallel.pp
-            if sum(stages) == num_layers:
+            chunks = parallel.layers_per_stage or (num_layers // parallel.num_chunks,) * parallel.num_chunks
+            if sum(chunks) == num_layers:
                 check_logits(root, case, parallel, groups)
 
 
@@ -113,4 +115,7 @@ LAYOUTS = [
     ParallelConfig(tp=4),  # twice as many as KV heads
     ParallelConfig(tp=2, pp=2, layers_per_stage=(2, 1)),
     ParallelConfig(tp=1, pp=3, layers_per_stage=(1, 2, 1), first_rank=1),
+    ParallelConfig(pp=2, vpp=2, dp=2),
+    ParallelConfig(tp=2, pp=2, vpp=2),
+    ParallelConfig(tp=2, pp=2, vpp=3, layers_per_stage=(1, 1, 2, 1, 1, 1)),
 ]

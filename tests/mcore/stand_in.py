@@ -53,4 +53,4 @@ def stand_in_model(spec: ModelSpec, parallel: ParallelConfig, rank: int) -> Mega
     module = torch.nn.Module()
     module.named_parameters = lambda: iter(params)
     groups = ModelGroups(model_grid(parallel), rank, None, None, None, None, None)
-    return MegatronModel(spec, parallel, groups, Head.LM, None, module, module, torch.device("cpu"), 3)
+    return MegatronModel(spec, parallel, groups, Head.LM, None, (module,), (module,), torch.device("cpu"), 3)

@@ -31,6 +31,7 @@ LAYOUTS = (
     ParallelConfig(tp=2, pp=2),
     ParallelConfig(pp=2, dp=2, layers_per_stage=(1, 3)),  # the whole first stage is frozen
     ParallelConfig(tp=4),
+    ParallelConfig(pp=2, vpp=2, dp=2),  # the whole first chunk is frozen
 )
 
 
@@ -57,7 +58,7 @@ def check_memory(parallel: ParallelConfig, factory: GroupFactory) -> None:
     )
     draw_weights(model)
     optimizer = build_optimizer(model, OptimConfig(lr=0.1))
-    params = list(model.module.parameters())
+    params = [param for module in model.modules for param in module.parameters()]
     trained = [param for param in params if param.requires_grad]
     assert all(not hasattr(param, "main_grad") for param in params if not param.requires_grad)
     assert num_bytes(params) == told.weights

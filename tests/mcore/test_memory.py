@@ -37,6 +37,12 @@ CASES: tuple[tuple[ModelSpec, ParallelConfig, Head, str], ...] = (
     # Experts' replicas are the dp peers; then there are none.
     (tiny_moe_spec(**ODD), ParallelConfig(tp=2, dp=2, ep=2), Head.LM, "float32"),
     (tiny_moe_spec(**ODD, family="mixtral", qk_norm=False), ParallelConfig(dp=4, ep=2, etp=2), Head.VALUE, "bfloat16"),
+    (
+        tiny_spec(**ODD, num_layers=7, tied_embeddings=True),
+        ParallelConfig(pp=2, vpp=3, dp=2, layers_per_stage=(1, 1, 2, 1, 1, 1)),
+        Head.LM,
+        "bfloat16",
+    ),
 )
 
 
@@ -61,12 +67,18 @@ def built(spec: ModelSpec, parallel: ParallelConfig, head: Head, dtype: str, gro
     return model
 
 
+def params_of(model: MegatronModel) -> list[Tensor]:
+    """Of all its chunks."""
+    return [param for module in model.modules for param in module.parameters()]
+
+
 def optimizer_elements(model: MegatronModel) -> tuple[int, int]:
     """(elements of fp32 masters, elements of moments) on this rank after a step. Collective over the pool."""
     optimizer = build_optimizer(model, OptimConfig(lr=0.1))
-    model.chunk.zero_grad_buffer()
+    for chunk in model.chunks:
+        chunk.zero_grad_buffer()
     assert not optimizer.step().skipped
-    weights = {param.untyped_storage().data_ptr() for param in model.module.parameters()}
+    weights = {param.untyped_storage().data_ptr() for param in params_of(model)}
     masters = [p for group in optimizer.megatron.param_groups for p in group["params"]]
     masters = [p for p in masters if p.untyped_storage().data_ptr() not in weights]
     moments = []
@@ -88,10 +100,10 @@ def check_layouts() -> None:
             spec, parallel, head=head, stage=stage
         )
         told = model_bytes(spec, parallel, head=head, dtype=dtype, trainable=False, stage=stage)
-        assert num_bytes(frozen.module.parameters()) == told.weights == told.total, case
+        assert num_bytes(params_of(frozen)) == told.weights == told.total, case
         model = built(*case, groups, trainable=True)
         told = model_bytes(spec, parallel, head=head, dtype=dtype, trainable=True, stage=stage)
-        params = list(model.module.parameters())
+        params = params_of(model)
         assert sum(param.numel() for param in params) == told.parameters, case
         assert num_bytes(params) == told.weights, case
         assert num_bytes(param.main_grad for param in params) == told.gradients, case
@@ -99,7 +111,7 @@ def check_layouts() -> None:
         assert masters == (moments // 2 if dtype == "bfloat16" else 0)
         # Replicas share the state of all parameters; what a rank keeps is its share but for padding.
         shared = gather((masters, moments), groups.cpu_dp)
-        experts = sum(param.numel() for name, param in model.module.named_parameters() if ".experts." in name)
+        experts = sum(param.numel() for name, param in local_params(model).items() if ".experts." in name)
         of_others = experts * (parallel.dp // expert_grid(parallel).size("edp") - 1)  # dp peers with other experts
         assert sum(of_rank for _, of_rank in shared) == 2 * (told.parameters + of_others), case
         padding = told.gradients // 4 - told.parameters

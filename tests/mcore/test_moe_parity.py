@@ -28,8 +28,9 @@ TRAINED = (
     Case(ParallelConfig(tp=2, dp=2, ep=4), (LARGE, SMALL, SMALL), recompute="full"),
     Case(ParallelConfig(tp=2, dp=2), (SMALL, SMALL, LARGE)),
     Case(ParallelConfig(pp=2, dp=2, ep=2, layers_per_stage=(3, 1)), (60, SMALL, LARGE)),
+    Case(ParallelConfig(pp=2, vpp=2, dp=2, ep=2), (LARGE, SMALL, SMALL)),
 )
-"""Experts over replicas one of which has no rows of the last minibatch; over tp; replicated over both; under pp."""
+"""Experts over replicas one of which has no rows of the last minibatch; over tp; replicated over both; in pipelines."""
 
 
 def moe_spec() -> ModelSpec:

@@ -49,13 +49,13 @@ ONLY_ON_DP_0 = 2
 """Minibatch whose rows all lie on dp rank 0."""
 
 
-def make_spec(family: str, *, tied: bool) -> ModelSpec:
+def make_spec(family: str, *, tied: bool, num_layers: int = 4) -> ModelSpec:
     return ModelSpec(
         family=family,
         vocab_size=53,
         hidden_size=24,
         ffn_size=28,
-        num_layers=4,
+        num_layers=num_layers,
         num_heads=8,
         num_kv_heads=2,
         head_dim=10,
@@ -173,8 +173,8 @@ class Case:
         return fp32 if self.dtype == "float32" else bf16
 
 
-def _layout(tp: int, pp: int, dp: int, *, first: int = 0, stages: tuple[int, ...] = ()) -> ParallelConfig:
-    return ParallelConfig(tp=tp, pp=pp, dp=dp, first_rank=first, layers_per_stage=stages)
+def _layout(tp: int, pp: int, dp: int, *, vpp: int = 1, first: int = 0, stages: tuple[int, ...] = ()) -> ParallelConfig:
+    return ParallelConfig(tp=tp, pp=pp, vpp=vpp, dp=dp, first_rank=first, layers_per_stage=stages)
 
 
 SMALL, LARGE = 23, 4096  # tokens: the longest row has 43; all of a minibatch has at most 127
@@ -197,6 +197,12 @@ VALUE_CASES = (
     Case(_layout(1, 1, 2, first=2), (SMALL, LARGE, LARGE)),
     Case(_layout(2, 2, 1), (LARGE, SMALL, SMALL)),
     Case(_layout(4, 1, 1), (LARGE, SMALL, SMALL)),
+    Case(_layout(1, 2, 1, vpp=2, first=1), (SMALL, LARGE, SMALL)),
+)
+CHUNKED_CASES = (  # tied, 6 layers
+    Case(_layout(1, 2, 2, vpp=3), (SMALL, LARGE, LARGE)),
+    Case(_layout(2, 2, 1, vpp=2, stages=(1, 2, 1, 2)), (LARGE, SMALL, SMALL), recompute="full"),
+    Case(_layout(1, 3, 1, vpp=2, first=1), (60, SMALL, LARGE)),
 )
 
 
@@ -295,6 +301,8 @@ def _run_cases(folder: str) -> None:
     for case in POLICY_CASES:
         name = case.family or ("qwen3" if case.parallel.pp > 1 or case.parallel.dp > 1 else "qwen2")
         run_case(case, make_spec(name, tied=name == "qwen3"), Head.LM, Path(folder) / name, factory)
+    for case in CHUNKED_CASES:
+        run_case(case, make_spec("llama", tied=True, num_layers=6), Head.LM, Path(folder) / "deep", factory)
     for case in VALUE_CASES:
         run_case(case, make_spec("llama", tied=False), Head.VALUE, Path(folder) / "llama", factory)
 
@@ -314,6 +322,7 @@ def test_every_layout_trains_like_float64_on_one_process(tmp_path):
         prepare(tmp_path / "qwen3", make_spec("qwen3", tied=True), Head.LM),
         prepare(tmp_path / "qwen2", make_spec("qwen2", tied=False), Head.LM),
         prepare(tmp_path / "llama", make_spec("llama", tied=False), Head.VALUE),
+        prepare(tmp_path / "deep", make_spec("llama", tied=True, num_layers=6), Head.LM),
     ]
     for expected in policies:  # the comparison can fail: weights moved far beyond its tolerance, and clipping acted
         assert min(expected.factors) < 0.9

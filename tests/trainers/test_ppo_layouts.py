@@ -29,7 +29,8 @@ ACTOR = ("actor.parallel.tp=2", "actor.parallel.pp=2", "actor.parallel.layers_pe
 CRITIC = ("critic.parallel.tp=4",)
 APART = (*ENGINES, *ACTOR, *CRITIC, "reference.parallel.dp=2", "reference.parallel.first_rank=4")
 TOGETHER = (*ENGINES, *ACTOR, *CRITIC, "reference.parallel.dp=6")
-OTHER = (  # rows are owned by other ranks than above
+OTHER = (  # rows are owned by other ranks than above; weights are stale when a step ends
+    *(f"{role}.optim.overlap_{what}=true" for role in ("actor", "critic") for what in ("grad_reduce", "param_gather")),
     *("rollout.dp=3", "rollout.first_rank=2"),
     *("actor.parallel.dp=3", "critic.parallel.pp=3", "critic.parallel.first_rank=3"),
     *("reference.parallel.tp=2", "reference.parallel.pp=3"),
