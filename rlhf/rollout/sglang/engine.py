@@ -83,6 +83,7 @@ class SGLangEngine:
             self._team.together(lambda: self._start(place, log_folder))
             self._sink = self._open_sink(cpu_group, device)
             self._sink.check_model()
+            self._end_update(NO_VERSION)
         except BaseException:
             self.close()
             raise
@@ -133,11 +134,7 @@ class SGLangEngine:
 
     def weights_updated(self, policy_version: int) -> None:
         """See `RolloutEngine.weights_updated`; ends the update that the sink opened. Keys and values are forgotten."""
-        version = str(policy_version)
-        self._team.together(lambda: self._alive.call("end_update", version))
-        self._version = version
-        if self._port is not None:
-            self._port.is_updating = False
+        self._end_update(str(policy_version))
 
     # Life
 
@@ -181,6 +178,12 @@ class SGLangEngine:
             cpu_group=cpu_group,
             device=device,
         )
+
+    def _end_update(self, version: str) -> None:
+        self._team.together(lambda: self._alive.call("end_update", version))
+        self._version = version
+        if self._port is not None:
+            self._port.is_updating = False
 
     def _queue(self, prompts: PromptBatch | None, sampling: SamplingConfig, attempt: int) -> None:
         if prompts is None:

@@ -52,10 +52,12 @@ def _entered(run: Callable[..., None], cpu: bool, parent: int) -> Entry:
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """A scheduler process."""
-    from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process  # noqa: PLC0415
+    from sglang.srt.managers import scheduler  # noqa: PLC0415
 
-    setattr(Scheduler, RPC, _run_by_rpc)
-    run_scheduler_process(*args, **kwargs)
+    setattr(scheduler.Scheduler, RPC, _run_by_rpc)
+    # Its load, for routers: a file in /dev/shm that a killed process would leave behind.
+    scheduler.create_load_snapshot_writer = lambda *_, **__: None
+    scheduler.run_scheduler_process(*args, **kwargs)
 
 
 def run_detokenizer(*args: Any, **kwargs: Any) -> None:

@@ -48,6 +48,7 @@ def server_args(
         "context_length": spec.max_positions + SPARE_TOKENS,
         "random_seed": run_seed & 0x7FFFFFFF,
         "grammar_backend": "none",
+        "sleep_on_idle": True,  # a scheduler that waits would else keep a core busy while models train
         "watchdog_timeout": options.reply_limit_s,
         "log_level": options.log_level,
     }

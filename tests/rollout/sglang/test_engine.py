@@ -192,6 +192,9 @@ def test_a_scheduler_that_dies_ends_the_engine_which_says_so_and_leaves_nothing(
     """The last test: it ends the file's engine."""
     host = psutil.Process(engine.host_pid)
     tree = [host, *host.children(recursive=True)]
+    mapped = {
+        one.path for process in tree for one in process.memory_maps() if one.path.startswith(("/dev/shm", "/tmp"))
+    }
     scheduler = next(process for process in tree if "scheduler" in " ".join(process.cmdline()))
     os.kill(scheduler.pid, signal.SIGKILL)
     with pytest.raises(EngineError, match=r"engine_0: its host process died"):
@@ -199,3 +202,4 @@ def test_a_scheduler_that_dies_ends_the_engine_which_says_so_and_leaves_nothing(
     engine.close()
     assert psutil.wait_procs(tree, timeout=10)[1] == []
     assert not list(Path(tempfile.gettempdir()).glob(f"rlhf_{os.getpid()}_engine_*"))
+    assert not [path for path in mapped if Path(path).exists()]
