@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -130,13 +131,16 @@ def test_sweep_takes_the_nodes_processes_and_no_others() -> None:
     ours = subprocess.Popen(sleeper, env=env("job_1", 1), start_new_session=True)
     others = [subprocess.Popen(sleeper, env=env("job_12", 1)), subprocess.Popen(sleeper, env=env("job_1", 0))]
     segment = Path(f"/dev/shm/torch_{ours.pid}_17_0")
+    folder = Path(tempfile.gettempdir()) / f"rlhf_{ours.pid}_engine_x"
     try:
         segment.touch()
+        folder.mkdir()
         assert [process.pid for process in processes_of("job_1", 1)] == [ours.pid]
         said = sweep("job_1", 1, [], patience_s=0.1)
-        assert len(said) == 2
+        assert len(said) == 3
         assert not psutil.pid_exists(ours.pid)
         assert not segment.exists()
+        assert not folder.exists()
         assert [other.poll() for other in others] == [None, None]
     finally:
         segment.unlink(missing_ok=True)

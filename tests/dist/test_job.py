@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rlhf.config.run import JobConfig
 from rlhf.dist.exit_record import read_record
 from rlhf.dist.heartbeat import read_beats
-from rlhf.dist.job import job
+from rlhf.dist.job import environment_of_no_rank, job
 from tests.scripts.launched import CONFIG, REPO
 
 
@@ -32,6 +32,17 @@ def run_alone(folder: Path, mode: str, *overrides: str) -> tuple[subprocess.Comp
     )
     record = folder / "runs/death/exit.json"
     return done, json.loads(record.read_text()) if record.exists() else {}
+
+
+def test_a_child_that_is_no_rank_keeps_the_jobs_marks_and_none_of_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "ROLE_RANK", "SGLANG_X"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("RLHF_NODE_RANK", "0")
+    found = environment_of_no_rank(TMPDIR="/x")
+    assert found["TMPDIR"] == "/x"
+    assert found["PATH"] == os.environ["PATH"]
+    assert [name for name in found if "RANK" in name or "MASTER" in name or "ELASTIC" in name] == ["RLHF_NODE_RANK"]
+    assert not [name for name in found if name.startswith(("SGLANG_", "LOCAL_", "ROLE_"))]
 
 
 def test_one_rank_lives_in_this_process_and_gives_everything_back(tmp_path: Path) -> None:
