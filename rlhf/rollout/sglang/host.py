@@ -11,6 +11,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -221,7 +222,8 @@ class Host:
 
     async def _ask_schedulers(self, errand: Errand) -> list[Any]:
         """Run one errand on every scheduler, outside of an update; their values by tp rank."""
-        self._engine.collective_rpc(RPC, payload=pickle.dumps(errand).hex())  # blocks, which an idle engine may
+        call = partial(self._engine.collective_rpc, RPC, payload=pickle.dumps(errand).hex())
+        await asyncio.get_running_loop().run_in_executor(None, call)  # the loop must hear of a scheduler that dies
         return _values(take_outcomes(self._tp_size), (True, ""))
 
     # Memory
