@@ -15,6 +15,7 @@ import torch
 from rlhf.checkpoint.hf_export import export_hf
 from rlhf.config.checks import collecting
 from rlhf.config.model import FrozenRoleConfig, ModelConfig, TrainedRoleConfig
+from rlhf.config.rollout import RolloutConfig
 from rlhf.config.run import PPORunConfig, RunConfig, SFTRunConfig, check_world
 from rlhf.data.batch import PromptBatch
 from rlhf.data.prompts import AnswerSource, PromptSource, open_problems
@@ -38,6 +39,7 @@ from rlhf.models.critic import Critic
 from rlhf.models.policy import Policy
 from rlhf.preflight.inputs import check_inputs
 from rlhf.reshard.topology import Fanout
+from rlhf.reshard.verify import Verify
 from rlhf.reshard.weight_sync import WeightSync
 from rlhf.reward.function import RewardFunction
 from rlhf.rollout.engine import EngineFactory, RolloutEngine
@@ -231,10 +233,15 @@ def _engine_factory(name: str) -> EngineFactory:
         ) from error
 
 
+def _engine_ranks(rollout: RolloutConfig) -> list[tuple[int, ...]]:
+    """The ranks of each engine."""
+    return [tuple(rollout.ranks[i : i + rollout.tp]) for i in range(0, len(rollout.ranks), rollout.tp)]
+
+
 def _engine(config: PPORunConfig, folder: Path, stop_ids: tuple[int, ...], site: Site) -> RolloutEngine | None:
     """This rank's part of its engine; None outside the rollout pool. Collective over the job."""
     rollout, factory = config.rollout, site.ranks.groups
-    sets = [tuple(rollout.ranks[i : i + rollout.tp]) for i in range(0, len(rollout.ranks), rollout.tp)]
+    sets = _engine_ranks(rollout)
     tp_group, cpu_group = factory.device_group(sets), factory.cpu_group(sets)
     if site.ranks.rank not in rollout.ranks:
         return None
@@ -270,7 +277,8 @@ def _weight_sync(config: PPORunConfig, site: Site) -> WeightSync | None:
         bucket_bytes=config.sync.bucket_bytes,
         windowed=rollout.engine == "sglang",
         fanout=Fanout(config.sync.fanout),
-        verify=config.sync.verify,
+        verify=Verify(config.sync.verify),
+        engines=_engine_ranks(rollout),
         span=site.span,
     )
 

@@ -121,6 +121,21 @@ def digests(messages: Iterable[Message]) -> dict[tuple[int, int], int]:
     return {pair: int.from_bytes(hashed.digest(), "little") >> 1 for pair, hashed in pairs.items()}
 
 
+def ends_of(receives: Iterable[Message], sends: Iterable[Message], rank: int, ranks: Sequence[int]) -> list[int]:
+    """A rank's hashes of what it sends to each of the ranks, then of what it receives from each; 0 for nothing."""
+    outgoing, incoming = digests(sends), digests(receives)
+    return [*(outgoing.get((rank, to), 0) for to in ranks), *(incoming.get((of, rank), 0) for of in ranks)]
+
+
+def first_unlike(ends: Sequence[Sequence[int]], ranks: Sequence[int]) -> tuple[int, int] | None:
+    """The first (sender, receiver) that do not have the same messages in mind, from `ends_of` every rank."""
+    for a, sender in enumerate(ranks):
+        for b, receiver in enumerate(ranks):
+            if ends[a][b] != ends[b][len(ranks) + a]:
+                return sender, receiver
+    return None
+
+
 class _Packer:
     """Joins the moves of each pair of ranks into messages; both ends of a pair come to the same."""
 

@@ -1,15 +1,15 @@
 """Where a rank's destination parameters are: in this process, or behind a sink in another."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rlhf.errors import LayoutError
+from rlhf.reshard.checksum import Place, Signed, sums_in
 from rlhf.reshard.execute import Destination, LocalParams, Params
 from rlhf.reshard.routes import Route, Routes
-from rlhf.reshard.verify import held_sums
 from rlhf.reshard.windows import Manifest, Windowed, WindowSink
 
 
@@ -26,8 +26,8 @@ class Endpoint(Protocol):
     def into(self, route: Route, src: LocalParams, device: torch.device) -> Destination:
         """What takes the blocks."""
 
-    def sums(self, tensors: Sequence[str]) -> Mapping[str, int]:
-        """Checksums of what the rank holds, after the transfer."""
+    def sums(self, places: Sequence[Place]) -> Sequence[int]:
+        """Checksum of what the rank holds inside each place, after the transfer; see `sums_in`."""
 
     def end(self) -> None:
         """The transfer is over, well or not."""
@@ -49,9 +49,15 @@ class InPlace:
         """See `Endpoint.into`."""
         return Params(route.part, src, self._params, device)
 
-    def sums(self, tensors: Sequence[str]) -> Mapping[str, int]:
+    def sums(self, places: Sequence[Place]) -> Sequence[int]:
         """See `Endpoint.sums`."""
-        return held_sums(self._routes.part, self._held, self._params, tensors)
+        return sums_in(places, self._blocks)
+
+    def _blocks(self, tensor: str) -> Iterator[Signed]:
+        yield from ((1, one.box, self._params.view_in(one, one.box)) for one in self._held[tensor])
+        for echo in self._routes.part.echoes:
+            if echo.tensor == tensor:
+                yield -1, echo.box, self._params.view_in(echo.first, echo.box)
 
     def end(self) -> None:
         """See `Endpoint.end`."""

@@ -1,5 +1,6 @@
 """One rank's way through a plan, ready to run: cut into buckets once for each set of tensors, then kept."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -154,3 +155,9 @@ def fingerprint(layout: ModelLayout) -> object:
             distinct.append(hash(held))
         of_rank.append(distinct[seen[id(held)]])
     return (tuple(layout.tensors.items()), layout.dtype, tuple(layout.ranks), tuple(of_rank))
+
+
+def digest(tensors: frozenset[str] | None) -> int:
+    """63 bits that differ for different sets of tensors."""
+    names = "\n".join(sorted(tensors or ()))
+    return int.from_bytes(hashlib.blake2b(names.encode(), digest_size=8).digest(), "little") >> 1

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf.reshard.check import ratio
+from rlhf.reshard.quarantine import Engine
 from rlhf.reshard.topology import Link
 
 
@@ -67,9 +68,20 @@ class ReshardStats:
     """Most of it that a rank used at one time."""
     num_tensors: int = 0
     """Logical tensors that were sent; the others were unchanged."""
+    sent_again: bool = False
+    """The two sides differed, so everything was sent a second time; its bytes are counted too."""
+    left_out: tuple[Engine, ...] = ()
+    """Engines that hold other weights than their sources even so, and must not be used until the next transfer."""
 
     @staticmethod
-    def of(shares: Mapping[int, RankShare], *, seconds: float, num_tensors: int) -> "ReshardStats":
+    def of(
+        shares: Mapping[int, RankShare],
+        *,
+        seconds: float,
+        num_tensors: int,
+        sent_again: bool = False,
+        left_out: tuple[Engine, ...] = (),
+    ) -> "ReshardStats":
         """From the shares of all ranks."""
         most_in = max(shares, key=lambda rank: shares[rank].moved)
         most_out = max(shares, key=lambda rank: shares[rank].sent)
@@ -85,6 +97,8 @@ class ReshardStats:
             staging_bytes=max(one.staging_bytes for one in shares.values()),
             staged_bytes=max(one.staged_bytes for one in shares.values()),
             num_tensors=num_tensors,
+            sent_again=sent_again,
+            left_out=left_out,
         )
 
     @property

@@ -1,73 +1,181 @@
-"""Proof after a transfer: what each destination holds against what its sources gave, by sums that fit any cut."""
+"""Proof after a transfer: what each destination holds against what its sources gave, by sums that fit any cut.
 
-from collections.abc import Callable, Mapping, Sequence
+Both sides sum the same elements of the logical tensors: everything, or a slice of every tensor (`Turn`). Where the sums
+differ, the ranks look together for the tensors, and in each for the smallest block that differs.
+"""
 
-from torch import Tensor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from math import prod
 
-from rlhf.errors import WeightSyncError
-from rlhf.reshard.checksum import MODULUS, checksum
+from rlhf.reshard.checksum import Place, checksums, wrapped
 from rlhf.reshard.execute import LocalParams
-from rlhf.reshard.layout import Box, ParamLayout
+from rlhf.reshard.layout import Box, Span
 from rlhf.reshard.plan import Plan, RankPlan
+from rlhf.reshard.turn import Turn
 
-GatherFn = Callable[[list[int]], list[list[int]]]
-"""The numbers of all ranks of both pools, in order of rank. Collective over them."""
+ReduceFn = Callable[[list[int]], list[int]]
+"""Sums over the ranks of both pools, place by place, modulo 2^64; signed. Collective over them."""
 
-HeldFn = Callable[[Sequence[str]], Mapping[str, int]]
-"""Checksums of what this rank holds of some tensors, taken by whoever has its destination parameters."""
+HeldFn = Callable[[Sequence[Place]], Sequence[int]]
+"""Checksum of what this rank holds inside each place, taken by whoever has its destination parameters."""
+
+CUTS = 256
+"""Blocks into which one that differs is cut, at most: three rounds find one element of a million, four of a billion."""
+
+NARROWED = 4
+"""Tensors of a rank in which the smallest block is looked for; of others, all that the rank holds is named."""
 
 
-def compare_weights(plan: Plan, part: RankPlan, *, src: LocalParams, held: HeldFn, gather: GatherFn) -> None:
-    """Compare both sides of a finished transfer. Collective over the ranks of both pools.
+class Verify(StrEnum):
+    """What is compared after a transfer."""
 
-    Raises:
-        WeightSyncError: A destination does not hold what its sources hold; on all ranks, with the rank and the tensors.
-    """
-    given = given_sums(part, src)
-    mine = held(list(plan.dst_index.of_rank(part.rank)))
-    rows = gather([*(_total(given.get(rank, {})) for rank in plan.ranks), _total(mine)])
-    for at, rank in enumerate(plan.ranks):
-        if sum(row[at] for row in rows) % MODULUS == rows[at][-1] % MODULUS:
-            continue
-        names, its_own = list(plan.order), mine if rank == part.rank else {}
-        by_name = gather([int(of.get(name, 0)) for of in (given.get(rank, {}), its_own) for name in names])
-        wrong = [
-            name
-            for place, name in enumerate(names)
-            if (sum(row[place] for row in by_name) - by_name[at][len(names) + place]) % MODULUS
+    ALL = "all"
+    """Every element."""
+    SAMPLE = "sample"
+    """A slice of every tensor, another each time; every element after the first transfer and after a failure."""
+    NONE = "none"
+    """Nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A block of a destination rank's parameters that does not hold what the sources gave."""
+
+    rank: int
+    tensor: str
+    box: Box
+    """In the logical tensor; what is wrong of it on this rank lies inside."""
+    given: int
+    """Checksum of the block by the source parameters."""
+    held: int
+    """By the rank's parameters."""
+
+    def __str__(self) -> str:
+        place = ", ".join(f"{start}:{stop}" for start, stop in self.box.spans)
+        sums = f"given {self.given % 2**64:016x}, held {self.held % 2**64:016x}"
+        return f"rank {self.rank} holds {self.tensor}[{place}] otherwise ({sums})"
+
+
+class Comparison:
+    """One rank's part in comparing both sides of a transfer, as often as asked."""
+
+    def __init__(self, plan: Plan, part: RankPlan, reduce: ReduceFn) -> None:
+        self._plan, self._part, self._reduce = plan, part, reduce
+        to: dict[Place, list[int]] = {}
+        for move in part.given:
+            to.setdefault((move.tensor, move.box), []).append(move.dst_rank)
+        self._to: Mapping[Place, list[int]] = to
+        """Each block that this rank gives, with the ranks that get it."""
+        self._parts: dict[Turn, tuple[list[tuple[Place, list[int]]], list[Place]]] = {}
+
+    def run(self, src: LocalParams, held: HeldFn, turn: Turn) -> tuple[Mismatch, ...]:
+        """What differs, the same on every rank; nothing when all is well. Collective over the ranks of both pools."""
+        giving, holding = self._parts_of(turn)
+        given: dict[int, dict[str, int]] = {}
+        for (place, ranks), number in zip(giving, _sums(src, [place for place, _ in giving]), strict=True):
+            for rank in ranks:
+                _add(given.setdefault(rank, {}), place[0], number)
+        mine: dict[str, int] = {}
+        for (tensor, _), number in zip(holding, held(holding), strict=True):
+            _add(mine, tensor, number)
+        pool, own = self._plan.dst.ranks, sum(mine.values())
+        totals = self._reduce([sum(given.get(rank, {}).values()) - self._own(rank, own) for rank in pool])
+        wrong = [rank for rank, total in zip(pool, totals, strict=True) if total]
+        return tuple(one for rank in wrong for one in self._search(rank, given.get(rank, {}), mine, src, held))
+
+    def _search(
+        self, rank: int, given: Mapping[str, int], mine: Mapping[str, int], src: LocalParams, held: HeldFn
+    ) -> Iterator[Mismatch]:
+        """What differs on one rank. Collective."""
+        names = list(self._plan.dst_index.of_rank(rank))
+        totals = self._reduce([given.get(name, 0) - self._own(rank, mine.get(name, 0)) for name in names])
+        for number, name in enumerate(name for name, total in zip(names, totals, strict=True) if total):
+            yield self._narrowed(rank, name, src, held, rounds=64 if number < NARROWED else 1)
+
+    def _narrowed(self, rank: int, tensor: str, src: LocalParams, held: HeldFn, *, rounds: int) -> Mismatch:
+        """The smallest block around what differs: cut into blocks again and again. Collective."""
+        box = self._all_of(rank, tensor)
+        while True:
+            blocks = list(grid(box, CUTS)) if rounds > 1 else [box]
+            given, mine = self._sums_in(rank, tensor, blocks, src, held)
+            differ = [at for at in range(len(blocks)) if given[at] != mine[at]]
+            smaller = around(blocks[at] for at in differ) if differ else box
+            rounds -= 1
+            if smaller == box or not rounds:
+                return Mismatch(rank, tensor, box, wrapped(sum(given)), wrapped(sum(mine)))
+            box = smaller
+
+    def _sums_in(
+        self, rank: int, tensor: str, boxes: Sequence[Box], src: LocalParams, held: HeldFn
+    ) -> tuple[list[int], list[int]]:
+        """(given to, held by) a rank of a tensor inside each box. Collective."""
+        cut = [
+            (at, (tensor, common))
+            for (name, there), ranks in self._to.items()
+            if name == tensor and rank in ranks
+            for at, box in enumerate(boxes)
+            if (common := box.intersect(there)) is not None
         ]
-        raise WeightSyncError(
-            f"reshard: after the transfer rank {rank} holds other weights than its sources: {', '.join(wrong)}; "
-            "needs equal checksums; do not write to parameters while a transfer runs"
-        )
+        given = [0] * len(boxes)
+        for (at, _), number in zip(cut, _sums(src, [place for _, place in cut]), strict=True):
+            given[at] += number
+        mine = list(held([(tensor, box) for box in boxes])) if rank == self._part.rank else [0] * len(boxes)
+        both = self._reduce([*given, *mine])
+        return both[: len(boxes)], both[len(boxes) :]
+
+    def _parts_of(self, turn: Turn) -> tuple[list[tuple[Place, list[int]]], list[Place]]:
+        """(what this rank gives, with the takers; what it holds) of a turn; kept, since turns come round."""
+        if turn not in self._parts:
+            shapes, me = self._plan.dst.tensors, self._part.rank
+            giving = [
+                ((tensor, part), ranks)
+                for (tensor, box), ranks in self._to.items()
+                for part in turn.parts(tensor, shapes[tensor], box)
+            ]
+            holding = [
+                (tensor, part)
+                for tensor in self._plan.dst_index.of_rank(me)
+                for part in turn.parts(tensor, shapes[tensor], self._all_of(me, tensor))
+            ]
+            self._parts[turn] = giving, holding
+        return self._parts[turn]
+
+    def _all_of(self, rank: int, tensor: str) -> Box:
+        """The least box around what a rank holds of a tensor."""
+        return around(one.box for one in self._plan.dst_index.of_rank(rank)[tensor])
+
+    def _own(self, rank: int, number: int) -> int:
+        return number if rank == self._part.rank else 0
 
 
-def given_sums(part: RankPlan, src: LocalParams) -> dict[int, dict[str, Tensor]]:
-    """Checksums of what this rank gives, by destination rank and tensor, from its source parameters."""
-    of_block: dict[tuple[str, Box], Tensor] = {}
-    found: dict[int, dict[str, Tensor]] = {}
-    for move in part.given:
-        key = (move.tensor, move.box)
-        if key not in of_block:
-            of_block[key] = checksum(*key, src.view(*key)).cpu()
-        to = found.setdefault(move.dst_rank, {})
-        to[move.tensor] = to[move.tensor] + of_block[key] if move.tensor in to else of_block[key]
-    return found
+def around(boxes: Iterable[Box]) -> Box:
+    """The least box that contains all of them; there is at least one."""
+    spans = zip(*(box.spans for box in boxes), strict=True)
+    return Box(tuple((min(start for start, _ in along), max(stop for _, stop in along)) for along in spans))
 
 
-def held_sums(
-    part: RankPlan, held: Mapping[str, tuple[ParamLayout, ...]], dst: LocalParams, tensors: Sequence[str]
-) -> dict[str, int]:
-    """Checksums of a rank's destination parameters, by tensor; what it holds twice must be equal and counts once."""
-    found = {
-        tensor: sum(int(checksum(tensor, one.box, dst.view_in(one, one.box))) for one in held[tensor])
-        for tensor in tensors
-    }
-    for echo in part.echoes:
-        if echo.tensor in found:
-            found[echo.tensor] -= int(checksum(echo.tensor, echo.box, dst.view_in(echo.first, echo.box)))
-    return found
+def grid(box: Box, most: int) -> Iterator[Box]:
+    """Cut a block into at most so many blocks of about the same size, its longest sides first."""
+    cuts = [1] * len(box.shape)
+    while True:
+        sides = [extent / count for extent, count in zip(box.shape, cuts, strict=True)]
+        longest = sides.index(max(sides))
+        if sides[longest] <= 1 or prod(cuts) * 2 > most:
+            break
+        cuts[longest] *= 2
+    blocks: list[tuple[Span, ...]] = [()]
+    for (start, stop), count in zip(box.spans, cuts, strict=True):
+        edges = sorted({start + (stop - start) * at // count for at in range(count + 1)})
+        blocks = [(*block, span) for block in blocks for span in pairwise(edges)]
+    yield from (Box(block) for block in blocks)
 
 
-def _total(sums: Mapping[str, Tensor] | Mapping[str, int]) -> int:
-    return sum(int(of_tensor) for of_tensor in sums.values()) % MODULUS
+def _sums(src: LocalParams, places: Sequence[Place]) -> list[int]:
+    return checksums([(*place, src.view(*place)) for place in places])
+
+
+def _add(sums: dict[str, int], tensor: str, number: int) -> None:
+    sums[tensor] = sums.get(tensor, 0) + number

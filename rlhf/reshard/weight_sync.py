@@ -1,8 +1,7 @@
 """Moves a model's weights from one layout into another, as often as asked, by a plan that is made and proved once."""
 
-import hashlib
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,18 +9,21 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rlhf.errors import LayoutError, WeightSyncError
-from rlhf.metrics.timers import Kind, SpanFn, no_span
-from rlhf.reshard.bucket import digests
+from rlhf.metrics.timers import SpanFn, no_span
+from rlhf.reshard.bucket import ends_of, first_unlike
 from rlhf.reshard.check import Certificate, RankTraffic, check_arrivals, rank_traffic
 from rlhf.reshard.endpoint import Endpoint, endpoint
 from rlhf.reshard.execute import LocalParams, execute
 from rlhf.reshard.layout import ModelLayout
+from rlhf.reshard.numbers import GroupNumbers
 from rlhf.reshard.plan import make_plan
-from rlhf.reshard.routes import Route, RouteCache, Routes
+from rlhf.reshard.quarantine import Engine, OnMismatch, Quarantine
+from rlhf.reshard.routes import Route, RouteCache, Routes, digest
 from rlhf.reshard.stats import NOTHING_MOVED, RankShare, ReshardStats
 from rlhf.reshard.topology import Fanout, Link, Topology
 from rlhf.reshard.transport import GroupTransport
-from rlhf.reshard.verify import compare_weights
+from rlhf.reshard.turn import EVERYTHING, SLICES, Turn
+from rlhf.reshard.verify import Comparison, Mismatch, Verify
 from rlhf.reshard.windows import WindowSink
 
 DEFAULT_BUCKET_BYTES = 64 * 2**20
@@ -33,10 +35,12 @@ class WeightSync:
 
     Making it is collective over `group`, which holds exactly the ranks of both pools; a rank of neither pool passes
     `group=None`, and all its calls return at once. `src` and `dst` are the same on every rank. `device` is where the
-    group's transport works (default: CPU, for gloo); parameters may lie elsewhere. With `verify`, each transfer ends
-    with a comparison of checksums taken from the parameters of both sides. With `windowed`, the same on every rank, the
-    destination's parameters are those of other processes, each behind a `WindowSink`. Transfers made with one `cache`,
-    on every rank alike, share plan and buffers when their layouts say the same; they must not run at the same time.
+    group's transport works (default: CPU, for gloo); parameters may lie elsewhere. A transfer ends with a comparison of
+    checksums taken from the parameters of both sides, as far as `verify` says; `on_mismatch` says what follows a
+    difference, for the `engines` concerned (destination ranks that are right or wrong together; default: each by
+    itself). With `windowed`, the same on every rank, the destination's parameters are those of other processes, each
+    behind a `WindowSink`. Transfers made with one `cache`, on every rank alike, share plan and buffers when their
+    layouts say the same; they must not run at the same time.
 
     Raises:
         LayoutError: The layouts do not fit each other (named, the same on every rank).
@@ -54,7 +58,9 @@ class WeightSync:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         fanout: Fanout = Fanout.DIRECT,
         windowed: bool = False,
-        verify: bool = True,
+        verify: Verify = Verify.SAMPLE,
+        on_mismatch: OnMismatch = OnMismatch.STOP,
+        engines: Sequence[Engine] = (),
         cache: RouteCache | None = None,
         span: SpanFn = no_span,
     ) -> None:
@@ -68,7 +74,9 @@ class WeightSync:
             routes = cache.routes(
                 src, dst, topology, fanout, rank=dist.get_rank(), bucket_bytes=bucket_bytes, windowed=windowed
             )
-            self._way = _Way(routes, group, device or torch.device("cpu"), verify=verify, span=span)
+            quarantine = Quarantine(on_mismatch, engines or [(rank,) for rank in dst.ranks])
+            device = device or torch.device("cpu")
+            self._way = _Way(routes, group, device, verify=verify, quarantine=quarantine, span=span)
             self.certificate = self._way.certify()
 
     def update_weights(
@@ -93,8 +101,8 @@ class WeightSync:
             LayoutError: A parameter is missing, too small, or of another dtype than its layout says, or `changed` names
                 an unknown tensor. Nothing was moved; the other ranks raise WeightSyncError.
             EngineError: The process behind this rank's sink is gone.
-            WeightSyncError: The two sides do not hold the same weights afterwards, or ranks disagree on what changed;
-                on all ranks.
+            WeightSyncError: The two sides do not hold the same weights afterwards (with quarantine: `MOST_IN_A_ROW`
+                times), or ranks disagree on what changed; on all ranks.
         """
         return NOTHING_MOVED if self._way is None else self._way.run(src_params, dst_params, changed)
 
@@ -111,10 +119,21 @@ class _Way:
     """One rank's standing part of a transfer."""
 
     def __init__(
-        self, routes: Routes, group: ProcessGroup, device: torch.device, *, verify: bool, span: SpanFn
+        self,
+        routes: Routes,
+        group: ProcessGroup,
+        device: torch.device,
+        *,
+        verify: Verify,
+        quarantine: Quarantine,
+        span: SpanFn,
     ) -> None:
-        self._routes, self._group, self._device, self._verify, self._span = routes, group, device, verify, span
+        self._routes, self._device, self._span = routes, device, span
         self._plan, self._rank = routes.plan, dist.get_rank()
+        self._verify, self._quarantine = verify, quarantine
+        self._numbers = GroupNumbers(group, self._plan.ranks, device, span)
+        self._comparison = Comparison(self._plan, routes.part, self._numbers.total)
+        self._num_sampled = 0
         self.complete_next = True
         if tuple(sorted(dist.get_process_group_ranks(group))) != self._plan.ranks:
             raise WeightSyncError(
@@ -130,7 +149,7 @@ class _Way:
         self._compare_ends(route)
         links = list(Link)
         row = [own.received[link] for link in links] + [own.sent[link] for link in links]
-        rows = self._gather([*row, own.bound, own.far_bound, route.staging_bytes])
+        rows = self._numbers.gather([*row, own.bound, own.far_bound, route.staging_bytes])
         traffic = tuple(
             RankTraffic(
                 rank,
@@ -151,13 +170,14 @@ class _Way:
     ) -> ReshardStats:
         """See `WeightSync.update_weights`."""
         start = time.perf_counter()
-        src, dst, route = self._agree(src_params, dst_params, changed)
+        src, dst, route, is_fresh = self._agree(src_params, dst_params, changed)
         self.complete_next = True  # until all went well
         received, sent = dict(self._transport.traffic.received), sum(self._transport.traffic.sent.values())
-        try:
-            self._transfer(route, src, dst)
-        finally:
-            dst.end()
+        found = self._transfer(route, src, dst, self._next_turn(is_fresh))
+        was_sent_again = self._quarantine.admits_another_try(found)
+        if was_sent_again:
+            found = self._transfer(self._routes.route(), src, dst, EVERYTHING)
+        left_out = self._quarantine.left_out(found)
         received = {link: count - received[link] for link, count in self._transport.traffic.received.items()}
         received[Link.SAME_RANK] = sum(m.box.num_elements for m in route.part.copies) * self._plan.src.item_bytes
         share = RankShare(
@@ -168,40 +188,54 @@ class _Way:
             staging_bytes=self._routes.staging.num_bytes + route.region_bytes,
             staged_bytes=self._routes.staging.used_bytes + route.region_bytes,
         )
-        shares = [RankShare.of_row(row) for row in self._gather(share.row(), "all done")]
-        self.complete_next = False
+        shares = [RankShare.of_row(row) for row in self._numbers.gather(share.row(), "all done")]
+        self.complete_next = bool(left_out)
         return ReshardStats.of(
             dict(zip(self._plan.ranks, shares, strict=True)),
             seconds=time.perf_counter() - start,
             num_tensors=route.num_tensors,
+            sent_again=was_sent_again,
+            left_out=left_out,
         )
 
-    def _transfer(self, route: Route, src: LocalParams, dst: Endpoint) -> None:
-        """Move the bytes, and see that they have arrived. Collective."""
-        if self._routes.windowed:
-            self._begin(route, dst)
-        execute(
-            route.buckets,
-            src=src,
-            dst=dst.into(route, src, self._device),
-            transport=self._transport,
-            staging=self._routes.staging,
-            device=self._device,
-            span=self._span,
-        )
-        if self._verify:
+    def _next_turn(self, is_fresh: bool) -> Turn | None:
+        """What this transfer compares: everything when the destination's weights are all new, else as configured."""
+        if self._verify is not Verify.SAMPLE or is_fresh:
+            return None if self._verify is Verify.NONE else EVERYTHING
+        self._num_sampled += 1
+        return Turn(self._num_sampled % SLICES)
+
+    def _transfer(self, route: Route, src: LocalParams, dst: Endpoint, turn: Turn | None) -> tuple[Mismatch, ...]:
+        """Move the bytes, and see that they have arrived: what differs of what the turn compares. Collective."""
+        try:
+            if self._routes.windowed:
+                self._begin(route, dst)
+            execute(
+                route.buckets,
+                src=src,
+                dst=dst.into(route, src, self._device),
+                transport=self._transport,
+                staging=self._routes.staging,
+                device=self._device,
+                span=self._span,
+            )
+            if turn is None:
+                return ()
             with self._span("compare weights"):
                 # What was not sent is compared too: it shows a tensor that changed against the caller's word.
-                compare_weights(self._plan, self._routes.part, src=src, held=dst.sums, gather=self._gather)
+                return self._comparison.run(src, dst.sums, turn)
+        finally:
+            dst.end()
 
     def _begin(self, route: Route, dst: Endpoint) -> None:
         """Every process behind a sink takes what will come, or all ranks raise. Collective."""
         try:
             dst.begin(route)
         except WeightSyncError:
-            self._gather([1], "begin")
+            self._numbers.gather([1], "begin")
             raise
-        refused = [rank for rank, row in zip(self._plan.ranks, self._gather([0], "begin"), strict=True) if row[0]]
+        rows = self._numbers.gather([0], "begin")
+        refused = [rank for rank, row in zip(self._plan.ranks, rows, strict=True) if row[0]]
         if refused:
             raise WeightSyncError(
                 f"reshard: the engine of rank {refused[0]} refuses what would come, so nothing was moved; its own "
@@ -213,31 +247,36 @@ class _Way:
         src_params: Mapping[str, Tensor],
         dst_params: Mapping[str, Tensor] | WindowSink,
         changed: Collection[str] | None,
-    ) -> tuple[LocalParams, Endpoint, Route]:
-        """Before a byte moves: every rank has its parameters, and all send the same tensors. Collective."""
+    ) -> tuple[LocalParams, Endpoint, Route, bool]:
+        """Before a byte moves: every rank has its parameters, and all send the same tensors. Collective.
+
+        Last: whether a rank's destination may hold anything so far, so that all is sent whatever changed.
+        """
         try:
             src = LocalParams(self._plan.src_index, self._rank, src_params, side="source")
             dst = endpoint(self._routes, self._rank, dst_params)
             chosen = None if changed is None else self._known(changed)
         except LayoutError:
-            self._gather([1, 0, 0], "agree")
+            self._numbers.gather([1, 0, 0, 0], "agree")
             raise
-        rows = self._gather([0, self.complete_next or dst.needs_complete or chosen is None, _digest(chosen)], "agree")
+        is_fresh = self.complete_next or dst.needs_complete
+        rows = self._numbers.gather([0, is_fresh, chosen is None, digest(chosen)], "agree")
         refused = [rank for rank, row in zip(self._plan.ranks, rows, strict=True) if row[0]]
         if refused:
             raise WeightSyncError(
                 f"reshard: rank {refused[0]} refuses its parameters, so nothing was moved; its own error names the "
                 "parameter; needs those that its layout describes"
             )
-        if any(row[1] for row in rows):
-            return src, dst, self._routes.route()
-        other = [rank for rank, row in zip(self._plan.ranks, rows, strict=True) if row[2] != rows[0][2]]
+        is_fresh = any(row[1] for row in rows)
+        if is_fresh or any(row[2] for row in rows):
+            return src, dst, self._routes.route(), is_fresh
+        other = [rank for rank, row in zip(self._plan.ranks, rows, strict=True) if row[3] != rows[0][3]]
         if other:
             raise WeightSyncError(
                 f"reshard: ranks {self._plan.ranks[0]} and {other[0]} name different changed tensors; nothing was "
                 "moved; needs one set on every rank; derive it from what all ranks know"
             )
-        return src, dst, self._routes.route(chosen)
+        return src, dst, self._routes.route(chosen), False
 
     def _known(self, changed: Collection[str]) -> frozenset[str]:
         unknown = sorted(set(changed) - self._plan.order.keys())
@@ -250,29 +289,10 @@ class _Way:
 
     def _compare_ends(self, route: Route) -> None:
         """Raise WeightSyncError unless both ends of every pair of ranks have the same messages in mind."""
-        outgoing, incoming = digests(route.sends), digests(route.receives)
-        ranks, me = self._plan.ranks, self._rank
-        rows = self._gather([*(outgoing.get((me, r), 0) for r in ranks), *(incoming.get((r, me), 0) for r in ranks)])
-        count = len(ranks)
-        for a, sender in enumerate(ranks):
-            for b, receiver in enumerate(ranks):
-                if rows[a][b] != rows[b][count + a]:
-                    raise WeightSyncError(
-                        f"reshard: ranks {sender} and {receiver} planned different messages; needs the same layouts, "
-                        "topology, fanout and bucket size on every rank; compare their configs and code"
-                    )
-
-    def _gather(self, numbers: list[int], name: str = "gather numbers") -> list[list[int]]:
-        """The numbers of all ranks of the group, in order of rank."""
-        own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        rows = [torch.empty_like(own) for _ in self._plan.ranks]
-        with self._span(name, Kind.WAIT):
-            dist.all_gather(rows, own, group=self._group)
-        of_rank = dict(zip(dist.get_process_group_ranks(self._group), rows, strict=True))
-        return [of_rank[rank].tolist() for rank in self._plan.ranks]
-
-
-def _digest(tensors: frozenset[str] | None) -> int:
-    """63 bits that differ for different sets."""
-    names = "\n".join(sorted(tensors or ()))
-    return int.from_bytes(hashlib.blake2b(names.encode(), digest_size=8).digest(), "little") >> 1
+        ends = ends_of(route.receives, route.sends, self._rank, self._plan.ranks)
+        pair = first_unlike(self._numbers.gather(ends), self._plan.ranks)
+        if pair is not None:
+            raise WeightSyncError(
+                f"reshard: ranks {pair[0]} and {pair[1]} planned different messages; needs the same layouts, topology, "
+                "fanout and bucket size on every rank; compare their configs and code"
+            )

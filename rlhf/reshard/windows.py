@@ -5,7 +5,7 @@ process copies it into its parameters, while the next one is received into a sec
 which window follows from the plan alone, so both ends of every message come to it without talking.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlhf.errors import LayoutError
 from rlhf.reshard.bucket import ALONE_BYTES, Bucket, Message, split
+from rlhf.reshard.checksum import Place
 from rlhf.reshard.execute import LocalParams
 from rlhf.reshard.layout import Box, ParamLayout
 from rlhf.reshard.plan import Echo, Move, Plan, RankPlan
@@ -83,8 +84,8 @@ class WindowSink(Protocol):
     def finish(self) -> None:
         """All windows were handed over; blocks until they are loaded and the other process finds nothing missing."""
 
-    def sums(self, tensors: Sequence[str]) -> Mapping[str, int]:
-        """Checksums of what the rank holds of each tensor, taken by the other process from its own parameters."""
+    def sums(self, places: Sequence[Place]) -> Sequence[int]:
+        """Checksum of what the rank holds inside each place, taken by the other process; see `sums_in`."""
 
     def end(self) -> None:
         """The transfer is over, well or not: the other process goes back to its own work."""

@@ -14,6 +14,7 @@ from rlhf.metrics.timers import Kind
 from rlhf.reshard.layout import ModelLayout
 from rlhf.reshard.routes import RouteCache
 from rlhf.reshard.topology import Fanout, Link, Topology
+from rlhf.reshard.verify import Verify
 from rlhf.reshard.weight_sync import WeightSync
 from tests.reshard.toy import brute_force_bound, brute_force_far, empty_params, filled_params, full_tensors
 
@@ -116,7 +117,7 @@ def incremental(src: ModelLayout, dst: ModelLayout, make: Callable[..., WeightSy
     params, landed = filled_params(src, rank, full), expected(dst, full, poisoned=dst.tensors)
     names = list(src.tensors)
     trained, frozen = names[::2], names[1::2]
-    sync = make(verify=False)
+    sync = make(verify=Verify.NONE)
     all_bytes = 4 * sum(brute_force_bound(src, dst).values())
     assert sync.update_weights(params, landed, changed=trained).moved == all_bytes  # the first is complete
     few = ModelLayout(
@@ -142,7 +143,7 @@ def incremental(src: ModelLayout, dst: ModelLayout, make: Callable[..., WeightSy
     with pytest.raises(WeightSyncError, match="name different changed tensors; nothing was moved"):
         sync.update_weights(params, landed, changed=trained if rank else frozen)
 
-    careful = make(verify=True)
+    careful = make(verify=Verify.ALL)
     careful.update_weights(params, landed)
     optimizer_step(src, params, full, only=[*trained, frozen[0]])
     with pytest.raises(WeightSyncError, match=frozen[0]):
@@ -198,7 +199,7 @@ def claims(world: int, src: ModelLayout, dst: ModelLayout, bystanders: tuple[int
 
     bucket = 4096
     assert max(torch.Size(shape).numel() * 4 for shape in src.tensors.values()) > 2 * bucket
-    sync = WeightSync(src, dst, topology=topology, group=group, bucket_bytes=bucket, verify=False, span=span)
+    sync = WeightSync(src, dst, topology=topology, group=group, bucket_bytes=bucket, verify=Verify.NONE, span=span)
     params = filled_params(src, dist.get_rank(), full)
     landed = expected(dst, full, poisoned=dst.tensors)
     seen.clear()

@@ -1,4 +1,8 @@
-"""Checksums add up whatever the cut, and see every change."""
+"""Checksums equal a slow reference, add up whatever the cut, and see every change."""
+
+import hashlib
+import struct
+from itertools import product
 
 import pytest
 import torch
@@ -6,49 +10,127 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf.reshard import checksum as module
-from rlhf.reshard.checksum import checksum
+from rlhf.reshard.checksum import checksum, checksums, sums_in, wrapped
 from rlhf.reshard.layout import Box
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def whole_of(tensor: torch.Tensor) -> Box:
     return Box(tuple((0, extent) for extent in tensor.shape))
 
 
-@settings(max_examples=40, deadline=None)
+def signed(number: int) -> int:
+    number %= 2**64
+    return number - 2**64 if number >= 2**63 else number
+
+
+def odd_number(dim: int, index: int) -> int:
+    """SplitMix64 with arithmetic shifts, in Python's own integers."""
+    z = signed(index + 0x1E3779B97F4A7C15 * (dim + 1))
+    z = signed((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9)
+    z = signed((z ^ (z >> 27)) * 0x94D049BB133111EB)
+    return z ^ (z >> 31) | 1
+
+
+def mix(word: int) -> int:
+    upper = (word % 2**32) >> 16
+    low = word % 2**32 ^ upper
+    return low - 2**32 if low >= 2**31 else low
+
+
+def slow_checksum(name: str, box: Box, block: torch.Tensor) -> int:
+    """The definition, element by element, with Python's own integers."""
+    total, size = 0, block.dtype.itemsize
+    for at in product(*(range(start, stop) for start, stop in box.spans)):
+        element = block[tuple(i - start for i, (start, _) in zip(at, box.spans, strict=True))]
+        raw = bytes(element.reshape(1).view(torch.uint8).tolist())
+        words = [struct.unpack("<h", raw)[0]] if size == 2 else [mix(w) for w in struct.unpack(f"<{size // 4}i", raw)]
+        for word, bits in enumerate(words):
+            *outer, last = at
+            factor = odd_number(len(outer), last * len(words) + word)
+            for dim, index in enumerate(outer):
+                factor *= odd_number(dim, index)
+            total += factor * bits
+    name_number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1
+    return signed(total * name_number)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spans", [((3, 8),), ((0, 4), (5, 12)), ((1, 3), (2, 5), (7, 11))])
+def test_equals_the_definition(dtype, spans):
+    box = Box(spans)
+    block = torch.randn(box.shape, generator=torch.Generator().manual_seed(len(spans))).to(dtype)
+    assert int(checksum("layer.w", box, block)) == slow_checksum("layer.w", box, block)
+    assert int(checksum("layer.w", box, block.transpose(0, -1).contiguous().transpose(0, -1))) == slow_checksum(
+        "layer.w", box, block
+    )
+
+
+@st.composite
+def cuts(draw: st.DrawFn, box: Box, depth: int = 4) -> list[Box]:
+    """Any guillotine cut of a box."""
+    dims = [dim for dim, extent in enumerate(box.shape) if extent > 1]
+    if not depth or not dims or not draw(st.booleans()):
+        return [box]
+    dim = draw(st.sampled_from(dims))
+    start, stop = box.spans[dim]
+    at = draw(st.integers(start + 1, stop - 1))
+    left = Box((*box.spans[:dim], (start, at), *box.spans[dim + 1 :]))
+    right = Box((*box.spans[:dim], (at, stop), *box.spans[dim + 1 :]))
+    return draw(cuts(left, depth - 1)) + draw(cuts(right, depth - 1))
+
+
+@settings(max_examples=60, deadline=None)
 @given(
     shape=st.lists(st.integers(1, 9), min_size=1, max_size=3),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    dtype=st.sampled_from(DTYPES),
+    offset=st.integers(0, 2**20),
     data=st.data(),
 )
-def test_blocks_add_up_to_the_whole(shape, dtype, data):
-    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
-    dim = data.draw(st.integers(0, len(shape) - 1))
-    cut = data.draw(st.integers(0, shape[dim]))
-    total = torch.zeros((), dtype=torch.int64)
-    for span in ((0, cut), (cut, shape[dim])):
-        box = Box((*whole_of(tensor).spans[:dim], span, *whole_of(tensor).spans[dim + 1 :]))
-        if box.num_elements:
-            total += checksum("w", box, tensor[box.slices])
-    assert total % module.MODULUS == checksum("w", whole_of(tensor), tensor)
+def test_blocks_add_up_to_the_whole_whatever_the_cut(shape, dtype, offset, data):
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+    whole = whole_of(tensor).shift((offset,) * len(shape))
+    parts = data.draw(cuts(whole))
+    blocks = [("w", part, tensor[module.inside(whole, part).slices]) for part in parts]
+    assert wrapped(sum(checksums(blocks))) == int(checksum("w", whole, tensor))
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_sums_in_places_do_not_depend_on_how_the_holdings_are_cut(data):
+    tensor = torch.randn(11, 7, generator=torch.Generator().manual_seed(3))
+    whole = whole_of(tensor)
+    held = [(1, part, tensor[part.slices]) for part in data.draw(cuts(whole))]
+    twice = Box.of((2, 5), (0, 7))
+    held += [(1, twice, tensor[twice.slices]), (-1, twice, tensor[twice.slices])]
+    places = [("w", place) for place in data.draw(cuts(whole))]
+    found = sums_in(places, lambda _: held)
+    assert found == [int(checksum(name, place, tensor[place.slices])) for name, place in places]
+    assert sums_in([("w", Box.of((20, 30), (0, 7)))], lambda _: held) == [0]
 
 
 def test_a_large_block_is_read_in_parts(monkeypatch):
     tensor = torch.randn(37, 11)
     at_once = checksum("w", whole_of(tensor), tensor)
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 50)
-    assert checksum("w", whole_of(tensor), tensor) == at_once
+    for chunk in (5, 50):
+        monkeypatch.setattr(module, "CHUNK_ELEMENTS", {"cpu": chunk})
+        assert checksum("w", whole_of(tensor), tensor) == at_once
 
 
-def test_every_flipped_bit_every_swap_and_every_other_name_shows():
-    tensor = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_flipped_bit_every_swap_and_every_other_name_shows(dtype):
+    tensor = (torch.arange(30).view(6, 5) * 1.5 - 20).to(dtype)  # all different, also as bf16
     seen = {int(checksum("w", whole_of(tensor), tensor)), int(checksum("v", whole_of(tensor), tensor))}
     seen.add(int(checksum("w", Box.of((6, 12), (0, 5)), tensor)))
     count = len(seen)
     assert count == 3
+    top = 8 * dtype.itemsize - 1
     for at in range(30):
-        for bit in range(32):
+        for bit in range(top + 1):
             changed = tensor.clone()
-            changed.view(torch.int32).view(-1)[at] ^= 1 << bit if bit < 31 else -(2**31)
+            changed.view(BITS[dtype.itemsize]).view(-1)[at] ^= 1 << bit if bit < top else -(1 << top)
             seen.add(int(checksum("w", whole_of(tensor), changed)))
             count += 1
         for other in range(at):
@@ -59,8 +141,25 @@ def test_every_flipped_bit_every_swap_and_every_other_name_shows():
     assert len(seen) == count
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2**18,), (2**9, 2**9)])
+def test_flips_of_one_bit_at_two_places_do_not_cancel(dtype, shape):
+    """All pairs of 2^18 places, 2^36 of them with signs: a chance of 2^-34, that of two sums of 32 bits, would show.
+
+    The sum is linear in the mixed bits, so it is enough that no two places change it by the same number, or inversely.
+    """
+    bits = torch.tensor([[0], [-(2 ** (8 * dtype.itemsize - 1))], [1]]).to(BITS[dtype.itemsize])
+    zero, sign, lowest = module._mixed(bits.view(dtype)).long().flatten().tolist()
+    numbers = module._numbers(len(shape) - 1, shape[-1], torch.device("cpu"))[: shape[-1]]
+    if len(shape) == 2:
+        numbers = (module._numbers(0, shape[0], torch.device("cpu"))[: shape[0], None] * numbers).flatten()
+    for mixed in (sign, lowest):
+        changes = numbers * (mixed - zero)
+        assert torch.cat([changes, -changes]).unique().numel() == 2 * changes.numel()
+
+
 def test_signs_and_scales_of_whole_tensors_show():
-    """Changes of upper bits alone, all over a tensor, must not cancel modulo 2^32."""
+    """Changes of upper bits alone, all over a tensor, must not cancel."""
     tensor = torch.randn(64, 48, generator=torch.Generator().manual_seed(2))
     seen = {int(checksum("w", whole_of(tensor), tensor * scale)) for scale in (1, -1, 2, 4, 0.5, 2.0**16)}
     for rows in range(2, 64, 2):
@@ -70,15 +169,14 @@ def test_signs_and_scales_of_whole_tensors_show():
     assert len(seen) == 6 + 31
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_inverted_bits_show(dtype):
     """Zeros against memory full of ones (NaN) is the case that occurs."""
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     tensor = torch.zeros(4, 6, dtype=dtype)
     seen = {int(checksum("w", whole_of(tensor), tensor))}
     for count in range(1, 25):
         changed = tensor.clone()
-        changed.view(bits).view(-1)[:count] = -1
+        changed.view(BITS[dtype.itemsize]).view(-1)[:count] = -1
         seen.add(int(checksum("w", whole_of(tensor), changed)))
     assert len(seen) == 25
 

@@ -60,7 +60,7 @@ def model(*, quick: bool) -> ModelSpec:
 
 
 def run(options: Options, report: Report) -> None:
-    """Rows `reshard/CUT` in seconds: the transfer; `/verified` with checksums compared; `/bytes` moved."""
+    """Rows `reshard/CUT` in seconds: the transfer; `/sampled`, `/verified` with checksums compared; `/bytes` moved."""
     for name, cut in CUTS.items():
         if options.wants(f"reshard/{name}") and (cut.target or not options.quick):
             _compare(f"reshard/{name}", cut, options, report)
@@ -69,11 +69,12 @@ def run(options: Options, report: Report) -> None:
 def _compare(name: str, cut: Cut, options: Options, report: Report) -> None:
     found = _measured(cut, options)
     seconds = {way: Runs(tuple(runs)) for way, runs in found["seconds"].items()}
-    peers = [way for way in seconds if way not in (reshard_ranks.OURS, reshard_ranks.VERIFIED)]
+    peers = [way for way in seconds if way not in (reshard_ranks.OURS, reshard_ranks.SAMPLED, reshard_ranks.VERIFIED)]
     best = min(peers, key=lambda way: seconds[way].median)
     limit = seconds[best].median
     for way, row_name, target in (
         (reshard_ranks.OURS, name, cut.target),
+        (reshard_ranks.SAMPLED, f"{name}/sampled", None),
         (reshard_ranks.VERIFIED, f"{name}/verified", None),
     ):
         report.add(

@@ -6,7 +6,7 @@ model as a torch module only, so it also runs without SGLang.
 """
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from rlhf.errors import EngineError, LayoutError, WeightSyncError
 from rlhf.reshard.cells import Cells
-from rlhf.reshard.checksum import MODULUS, checksum
+from rlhf.reshard.checksum import Place, Signed, sums_in
 from rlhf.reshard.layout import Box, ParamLayout
 from rlhf.rollout.sglang.channel import Channel, knock
 from rlhf.rollout.sglang.layout import folded
-from rlhf.rollout.sglang.manifest import Coming, read_manifest
+from rlhf.rollout.sglang.manifest import Coming, as_box, read_manifest
 from rlhf.rollout.sglang.regions import attach
 
 _ATTRIBUTE = "rlhf_loading"
@@ -89,7 +89,7 @@ class Loading:
             self._has_all = self._has_all or self._transfer.coming.complete
         else:
             assert verb == "sums", verb
-            return {"sums": self._transfer.sums(told["tensors"])}
+            return {"sums": self._transfer.sums([(tensor, as_box(spans)) for tensor, spans in told["places"]])}
         return {}
 
     def _attach(self, told: Mapping[str, Any]) -> None:
@@ -155,15 +155,15 @@ class _Transfer:
             after_load()
         self._has_finished = True
 
-    def sums(self, tensors: Iterable[str]) -> dict[str, int]:
-        """Checksum of each tensor as far as the rank holds it, from the parameters; what is held twice counts once."""
-        return {tensor: self._sum(tensor) for tensor in tensors}
+    def sums(self, places: Sequence[Place]) -> list[int]:
+        """Checksum of what the rank holds inside each place, from the parameters; what is held twice counts once."""
+        return sums_in(places, self._blocks)
 
-    def _sum(self, tensor: str) -> int:
-        blocks = [(one, one.box, 1) for one in self.coming.held.get(tensor, ())]
-        blocks += [(again.first, again.box, -1) for again in self.coming.repeats if again.first.tensor == tensor]
-        total = sum(sign * int(checksum(tensor, box, self._view(one, box))) for one, box, sign in blocks)
-        return total % MODULUS
+    def _blocks(self, tensor: str) -> Iterator[Signed]:
+        yield from ((1, one.box, self._view(one, one.box)) for one in self.coming.held.get(tensor, ()))
+        for again in self.coming.repeats:
+            if again.first.tensor == tensor:
+                yield -1, again.box, self._view(again.first, again.box)
 
     def _view(self, one: ParamLayout, box: Box) -> Tensor:
         return self._params[one.param][one.param_box(box).slices]

@@ -64,7 +64,7 @@ def read_manifest(told: Mapping[str, Any]) -> Coming:
     Raises:
         WeightSyncError: A block of a window lies in nothing that the rank holds.
     """
-    every = [ParamLayout(tensor, _box(spans), param, tuple(start)) for tensor, spans, param, start in told["held"]]
+    every = [ParamLayout(tensor, as_box(spans), param, tuple(start)) for tensor, spans, param, start in told["held"]]
     held: dict[str, tuple[ParamLayout, ...]] = {}
     for one in every:
         held[one.tensor] = (*held.get(one.tensor, ()), one)
@@ -74,14 +74,14 @@ def read_manifest(told: Mapping[str, Any]) -> Coming:
         held=held,
         padding=told["padding"],
         windows=tuple(tuple(_landing(held, *piece) for piece in window) for window in told["windows"]),
-        repeats=tuple(Repeat(every[first], every[second], _box(spans)) for first, second, spans in told["repeats"]),
+        repeats=tuple(Repeat(every[first], every[second], as_box(spans)) for first, second, spans in told["repeats"]),
     )
 
 
 def _landing(
     held: Mapping[str, Sequence[ParamLayout]], tensor: str, spans: Sequence[Sequence[int]], at: int
 ) -> Landing:
-    box = _box(spans)
+    box = as_box(spans)
     for one in held.get(tensor, ()):
         if len(one.box.spans) == len(box.spans) and one.box.contains(box):
             return Landing(one, box, at)
@@ -91,5 +91,6 @@ def _landing(
     )
 
 
-def _box(spans: Sequence[Sequence[int]]) -> Box:
+def as_box(spans: Sequence[Sequence[int]]) -> Box:
+    """A box from the spans that JSON brought."""
     return Box(tuple((start, stop) for start, stop in spans))

@@ -1,7 +1,7 @@
 """A rank's door to its scheduler: windows of weights go through regions that both see, errors and sums come back."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from rlhf.errors import EngineError, WeightSyncError
 from rlhf.families.spec import ModelSpec
+from rlhf.reshard.checksum import Place
 from rlhf.reshard.windows import NUM_REGIONS, Manifest
 from rlhf.rollout.sglang.channel import Channel, Door
 from rlhf.rollout.sglang.layout import Sizes, check_table, padding_elements
@@ -126,9 +127,10 @@ class SchedulerSink:
         self._ask({"do": "finish"})
         self.needs_complete = not self._completes
 
-    def sums(self, tensors: Sequence[str]) -> Mapping[str, int]:
+    def sums(self, places: Sequence[Place]) -> Sequence[int]:
         """See `WindowSink.sums`."""
-        found: dict[str, int] = self._ask({"do": "sums", "tensors": list(tensors)})["sums"]
+        asked = [[tensor, box.spans] for tensor, box in places]
+        found: list[int] = self._ask({"do": "sums", "places": asked})["sums"]
         return found
 
     def end(self) -> None:
