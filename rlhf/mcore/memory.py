@@ -3,6 +3,8 @@
 As Megatron-Core's distributed optimizer has it: parameters that are trained and their fp32 gradients lie in one buffer
 each (of each model chunk), every parameter from a multiple of 64 elements on; a dp rank keeps the optimizer's state
 for its share of it. Experts have buffers of their own, shared over the ranks that hold the same experts.
+Left out: where gradients are reduced during the backward pass, the first chunk's buffer has a bucket for each 40
+million elements, each padded by fewer than 128 dp elements.
 """
 
 from collections.abc import Set

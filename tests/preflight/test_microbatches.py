@@ -1,5 +1,6 @@
 """The plan of a step for given lengths is the one that ranks come to in a run."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,20 @@ def test_each_pass_is_cut_as_the_ranks_cut_it(config) -> None:
     notes = work_notes(list(works.values()))
     assert notes[0].startswith("reference scores: some dp ranks get no row")
     assert "actor update" in notes[1]
+
+
+def test_chunks_take_microbatches_pp_at_a_time_and_shorten_the_idle_time(config) -> None:
+    lengths, actor = read_lengths("7:1,30:2,55:1"), roles(config)[0]
+    works = {}
+    for vpp in (1, 3):
+        parallel = replace(actor.config.parallel, vpp=vpp)
+        role = replace(actor, config=replace(actor.config, parallel=parallel), spec=tiny_spec(num_layers=12))
+        works[vpp] = plan_work(config, [role], lengths)[0]
+    (plain, _), (chunked, most) = works[1].microbatches, works[3].microbatches
+    assert plain % 4, "as many with chunks as without would prove nothing"
+    assert chunked == most == plain + -plain % 4
+    assert works[3].bubble == pytest.approx(3 / (3 * chunked + 3))
+    assert works[3].fill == pytest.approx(works[1].fill * plain / chunked)
 
 
 def test_rows_longer_than_the_budget_fill_more_than_a_microbatch(config) -> None:
