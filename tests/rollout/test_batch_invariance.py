@@ -9,10 +9,10 @@ from tests.rollout.tiny import hf_model, make_engine, prompts
 SAMPLING = SamplingConfig(temperature=1.1, top_p=0.95, max_new_tokens=24)
 
 
-@pytest.fixture(scope="module")
-def model():
+@pytest.fixture(scope="module", params=["llama", "qwen3_moe"])
+def model(request):
     torch.set_num_threads(1)
-    return hf_model("llama")
+    return hf_model(request.param)
 
 
 def responses(rollout):

@@ -26,7 +26,7 @@ def test_an_engine_holds_every_element_and_replicates_only_norms_and_shared_kv_h
                 held[piece.tensor][piece.box.slices] += 1
         for tensor, count in held.items():
             kv = any(part in tensor for part in ("k_proj", "v_proj"))
-            times = tp if "norm" in tensor else max(1, tp // 2) if kv else 1
+            times = tp if "norm" in tensor or tensor.endswith(".gate.weight") else max(1, tp // 2) if kv else 1
             assert (count == times).all(), tensor
 
 
@@ -69,5 +69,9 @@ def test_sizes_that_do_not_share_the_heads_are_refused_by_name():
         native_layout(spec, tp=5, dp=1, first_rank=0, dtype="float32")
     with pytest.raises(LayoutError, match=r"rollout\.tp: 2 and num_kv_heads = 3"):
         native_layout(spec, tp=2, dp=1, first_rank=0, dtype="float32")
+    with pytest.raises(LayoutError, match="and moe_ffn_size = 28; needs a common divisor"):
+        native_layout(
+            replace(SPECS["mixtral"], num_heads=12, num_kv_heads=3), tp=3, dp=1, first_rank=0, dtype="float32"
+        )
     with pytest.raises(LayoutError, match="ffn_size = 52"):
         native_layout(replace(spec, ffn_size=52), tp=3, dp=1, first_rank=0, dtype="float32")

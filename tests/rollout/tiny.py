@@ -9,7 +9,8 @@ from torch import Tensor
 from rlhf.config.rollout import RolloutConfig
 from rlhf.data.batch import PromptBatch, PromptRecord
 from rlhf.data.ragged import Ragged
-from rlhf.families.registry import spec_of
+from rlhf.families.registry import logical_tensors, spec_of
+from rlhf.families.spec import Head, Part
 from rlhf.reshard.layout import ModelLayout
 from rlhf.rollout.native.engine import NativeEngine
 from tests.harness.hf_models import ROPE_LLAMA3, move_from_initial_values
@@ -27,10 +28,16 @@ COMMON = {
     "rms_norm_eps": 3e-5,
     "initializer_range": 0.15,
 }
+MOE = {"num_experts_per_tok": 3, "num_hidden_layers": 2, "tie_word_embeddings": False}
 CASES = {
     "llama": (transformers.LlamaConfig, {"tie_word_embeddings": False, "rope_parameters": ROPE_LLAMA3}),
     "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (transformers.Qwen3Config, {"tie_word_embeddings": False, "num_hidden_layers": 2}),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        {**MOE, "num_experts": 7, "moe_intermediate_size": 20, "norm_topk_prob": False},
+    ),
+    "mixtral": (transformers.MixtralConfig, {**MOE, "num_local_experts": 5, "intermediate_size": 28}),
 }
 LENGTHS = (9, 1, 23, 4, 70, 2)
 """Of the prompts: one token, and more than one span of attention."""
@@ -43,6 +50,21 @@ def hf_model(name: str, **changes: object) -> transformers.PreTrainedModel:
     model = transformers.AutoModelForCausalLM.from_config(config_class(**{**COMMON, **extra, **changes}))
     move_from_initial_values(model)
     return model.eval()
+
+
+def hub_weights(model: transformers.PreTrainedModel) -> Mapping[str, Tensor]:
+    """The model's weights by the names of its checkpoints, in which experts are not fused."""
+    spec, weights = spec_of(model.config.to_dict(), where="tiny"), dict(model.state_dict())
+    for tensor in logical_tensors(spec, head=Head.LM) if spec.num_experts else ():
+        mlp = f"model.layers.{tensor.layer}.mlp."
+        if tensor.part is Part.ROUTER:
+            weights[tensor.name] = weights[mlp + "gate.weight"]
+        elif tensor.part is Part.EXPERT_DOWN:
+            weights[tensor.name] = weights[mlp + "experts.down_proj"][tensor.expert]
+        elif tensor.expert >= 0:
+            gate, up = weights[mlp + "experts.gate_up_proj"][tensor.expert].chunk(2)
+            weights[tensor.name] = gate if tensor.part is Part.EXPERT_GATE else up
+    return weights
 
 
 def fill(params: Mapping[str, Tensor], layout: ModelLayout, rank: int, weights: Mapping[str, Tensor]) -> None:
@@ -65,7 +87,7 @@ def make_engine(model: transformers.PreTrainedModel, *, rank: int = 0, groups=(N
         dtype=torch.float32,
         **{"run_seed": 11, "eos_token_ids": (), **own},
     )
-    fill(engine.params(), engine.layout(), rank, model.state_dict())
+    fill(engine.params(), engine.layout(), rank, hub_weights(model))
     return engine
 
 

@@ -2,8 +2,10 @@
 
 Parameters of one rank (h, kv = its query and KV heads, d = head dim, F = its share of the FFN):
 `layers.i.qkv.weight` [(h + 2 kv) d, hidden] is q above k above v; `layers.i.gate_up.weight` [2 F, hidden] is gate above
-up; `embed.weight` and `lm_head.weight` hold `vocab_rows` rows, of which those beyond the vocabulary are zero and belong
-to no box.
+up. With E experts, `layers.i.experts.gate_up.weight` [E 2 F, hidden] and `layers.i.experts.down.weight` [E hidden, F]
+have the same of each expert, one below the other; every rank has a share of all experts, and the whole router.
+`embed.weight` and `lm_head.weight` hold `vocab_rows` rows, of which those beyond the vocabulary are zero and belong to
+no box.
 """
 
 from functools import cache
@@ -34,26 +36,32 @@ _PARAM = {
     Part.GATE: "gate_up.weight",
     Part.UP: "gate_up.weight",
     Part.DOWN: "down.weight",
+    Part.ROUTER: "router.weight",
+    Part.EXPERT_GATE: "experts.gate_up.weight",
+    Part.EXPERT_UP: "experts.gate_up.weight",
+    Part.EXPERT_DOWN: "experts.down.weight",
     Part.FINAL_NORM: "final_norm.weight",
     Part.LM_HEAD: "lm_head.weight",
 }
 
 
 def check_tp(spec: ModelSpec, tp: int) -> None:
-    """Raise LayoutError unless tp ranks can share the model's heads and FFN."""
-    if spec.num_experts:
+    """Raise LayoutError unless tp ranks can share the model's heads and FFN, or each expert's."""
+    name, ffn = _ffn(spec)
+    if spec.num_heads % tp or ffn % tp:
         raise LayoutError(
-            f"rollout.engine: native, for a {spec.family} model; needs one without experts; set rollout.engine=sglang"
-        )
-    if spec.num_heads % tp or spec.ffn_size % tp:
-        raise LayoutError(
-            f"rollout.tp: {tp} does not divide num_heads = {spec.num_heads} and ffn_size = {spec.ffn_size}; "
+            f"rollout.tp: {tp} does not divide num_heads = {spec.num_heads} and {name} = {ffn}; "
             "needs a common divisor; change rollout.tp"
         )
     if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
         raise LayoutError(
             f"rollout.tp: {tp} and num_kv_heads = {spec.num_kv_heads}; needs one to divide the other; change rollout.tp"
         )
+
+
+def _ffn(spec: ModelSpec) -> tuple[str, int]:
+    """The setting that the FFN's width has in a model's config, and the width."""
+    return ("moe_ffn_size", spec.moe_ffn_size) if spec.num_experts else ("ffn_size", spec.ffn_size)
 
 
 def local_heads(spec: ModelSpec, tp: int) -> tuple[int, int]:
@@ -69,7 +77,7 @@ def vocab_rows(spec: ModelSpec, tp: int) -> int:
 def param_shapes(spec: ModelSpec, tp: int) -> dict[str, tuple[int, ...]]:
     """Shape of each parameter of one rank; the same on every rank."""
     heads, kv_heads = local_heads(spec, tp)
-    qkv, hidden, ffn = (heads + 2 * kv_heads) * spec.head_dim, spec.hidden_size, spec.ffn_size // tp
+    qkv, hidden, ffn = (heads + 2 * kv_heads) * spec.head_dim, spec.hidden_size, _ffn(spec)[1] // tp
     shapes = {
         "embed.weight": (vocab_rows(spec, tp), hidden),
         "lm_head.weight": (vocab_rows(spec, tp), hidden),
@@ -83,6 +91,9 @@ def param_shapes(spec: ModelSpec, tp: int) -> dict[str, tuple[int, ...]]:
         "attn_out.weight": (hidden, heads * spec.head_dim),
         "gate_up.weight": (2 * ffn, hidden),
         "down.weight": (hidden, ffn),
+        "router.weight": (spec.num_experts, hidden),
+        "experts.gate_up.weight": (spec.num_experts * 2 * ffn, hidden),
+        "experts.down.weight": (spec.num_experts * hidden, ffn),
     }
     return {param_name(t): shapes[_PARAM[t.part]] for t in logical_tensors(spec, head=Head.LM)}
 
@@ -122,6 +133,9 @@ def _held(spec: ModelSpec, tensor: LogicalTensor, tp: int, tp_rank: int) -> Para
         return None
     spans, start = [(0, extent) for extent in tensor.shape], [0] * len(tensor.shape)
     spans[dim], start[dim] = span, at
+    if tensor.expert > 0:
+        rows = spec.hidden_size if tensor.part is Part.EXPERT_DOWN else 2 * spec.moe_ffn_size // tp
+        start[0] += tensor.expert * rows
     return ParamLayout(tensor.name, Box(tuple(spans)), param_name(tensor), tuple(start))
 
 
@@ -136,10 +150,10 @@ def _cut(spec: ModelSpec, tensor: LogicalTensor, tp: int, tp_rank: int) -> tuple
     if part in (Part.K, Part.K_BIAS, Part.V, Part.V_BIAS):
         before = heads + (kv_heads if part in (Part.V, Part.V_BIAS) else 0)
         return 0, _rows(tp_rank * spec.num_kv_heads // tp, kv_heads, spec.head_dim), before * spec.head_dim
-    if part in (Part.GATE, Part.UP):
-        ffn = spec.ffn_size // tp
-        return 0, _rows(tp_rank, 1, ffn), ffn if part is Part.UP else 0
-    if part in (Part.ATTN_OUT, Part.DOWN):
+    if part in (Part.GATE, Part.UP, Part.EXPERT_GATE, Part.EXPERT_UP):
+        ffn = tensor.shape[0] // tp
+        return 0, _rows(tp_rank, 1, ffn), ffn if part in (Part.UP, Part.EXPERT_UP) else 0
+    if part in (Part.ATTN_OUT, Part.DOWN, Part.EXPERT_DOWN):
         return 1, _rows(tp_rank, 1, tensor.shape[1] // tp), 0
     return 0, (0, tensor.shape[0]), 0
 

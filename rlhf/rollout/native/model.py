@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rlhf.families.spec import ModelSpec
+from rlhf.rollout.native.ffn import Experts, Ffn
 from rlhf.rollout.native.kv_cache import KvCache
 from rlhf.rollout.native.layout import check_tp, local_heads, param_shapes, vocab_rows
 from rlhf.rollout.native.linear import Linear
@@ -65,14 +66,14 @@ class NativeModel:
         self._first_vocab = peers.rank * vocab_rows(spec, peers.size)
         shapes = param_shapes(spec, peers.size)
         self.params = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
-        self._layers = [_Layer(self.params, f"layers.{i}.") for i in range(spec.num_layers)]
+        self._layers = [_Layer(spec, self.params, f"layers.{i}.") for i in range(spec.num_layers)]
         self._head = Linear(self.params["embed.weight" if spec.tied_embeddings else "lm_head.weight"])
         self._is_packed = False
 
     def _linears(self) -> Iterator[Linear]:
         yield self._head
         for layer in self._layers:
-            yield from (layer.qkv, layer.attn_out, layer.gate_up, layer.down)
+            yield from (layer.qkv, layer.attn_out, *layer.ffn.linears())
 
     def pack(self) -> None:
         """Copy weights for fast products, unless copies are there."""
@@ -139,19 +140,21 @@ class NativeModel:
     def _finish_layer(self, hidden: Tensor, mixed: Tensor, layer: "_Layer") -> None:
         """Output projection of attention [N, heads * head_dim] and the FFN, added to hidden [N, H] in place."""
         hidden.add_(self._peers.add_up(layer.attn_out(mixed)))
-        gate, up = layer.gate_up(_norm(hidden, layer.mlp_norm, self.spec.norm_eps)).chunk(2, 1)
-        hidden.add_(self._peers.add_up(layer.down(functional.silu(gate).mul_(up))))
+        hidden.add_(self._peers.add_up(layer.ffn(_norm(hidden, layer.mlp_norm, self.spec.norm_eps))))
 
 
 class _Layer:
     """Weights of one decoder layer."""
 
-    def __init__(self, params: Mapping[str, Tensor], prefix: str) -> None:
+    def __init__(self, spec: ModelSpec, params: Mapping[str, Tensor], prefix: str) -> None:
         self.attn_norm, self.mlp_norm = params[prefix + "attn_norm.weight"], params[prefix + "mlp_norm.weight"]
         self.q_norm, self.k_norm = params.get(prefix + "q_norm.weight"), params.get(prefix + "k_norm.weight")
         self.qkv = Linear(params[prefix + "qkv.weight"], params.get(prefix + "qkv.bias"))
-        self.attn_out, self.gate_up, self.down = (
-            Linear(params[f"{prefix}{name}.weight"]) for name in ("attn_out", "gate_up", "down")
+        self.attn_out = Linear(params[prefix + "attn_out.weight"])
+        self.ffn = (
+            Experts(spec, *(params[f"{prefix}{name}.weight"] for name in ("router", "experts.gate_up", "experts.down")))
+            if spec.num_experts
+            else Ffn(params[prefix + "gate_up.weight"], params[prefix + "down.weight"])
         )
 
 
