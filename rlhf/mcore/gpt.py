@@ -69,6 +69,7 @@ class HiddenStatesGPT(GPTModel):
         if self.post_process and head is Head.VALUE:
             self.output_layer = ValueHead(spec.hidden_size, dtype=config.params_dtype, device=device)
         self.rotary_pos_emb.inv_freq = rotary_frequencies(spec).to(device)
+        self.to(device)  # upstream makes a router's weight on the host and moves it at its first use
         self._rng_states = _tracker_states(seed + _TP_SEED + collection.tp.rank())
         for name, module in self.named_modules():
             _mark_tensor_parallel(module, stride=2 if name.endswith("linear_fc1") else 1)

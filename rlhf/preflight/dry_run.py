@@ -114,7 +114,7 @@ def _parts_of_job(
 
     where = {"world_size": world, "gpus_per_node": args.gpus_per_node}
     grids = roles.grids_of(config)
-    yield placement.render_placement(grids, **where)
+    yield placement.render_placement(grids, roles.cuts_of(config), **where)
     notes += placement.placement_notes(grids, **where)
     sound = {
         name: spec

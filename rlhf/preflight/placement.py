@@ -9,12 +9,15 @@ FEW_RANKS = 16
 """Up to so many ranks the table has a line for each."""
 
 
-def render_placement(grids: Mapping[str, Grid], *, world_size: int, gpus_per_node: int) -> str:
-    """A table of roles; for few ranks, one of ranks too. Axes of a grid are named as its coordinates."""
+def render_placement(grids: Mapping[str, Grid], cuts: Mapping[str, str], *, world_size: int, gpus_per_node: int) -> str:
+    """A table of roles; for few ranks, one of ranks too. Axes of a grid are named as its coordinates.
+
+    `cuts` says how a role cuts what its ranks hold beyond the axes of its grid.
+    """
     nodes = -(-world_size // gpus_per_node)
     lines = [f"{world_size} ranks, {nodes} nodes of {gpus_per_node}" if nodes > 1 else f"{world_size} ranks, one node"]
     rows = [["role", "ranks", "nodes", "layout", "ranks of the first replica, and of the next"]]
-    rows += [_role_row(name, grid, gpus_per_node) for name, grid in grids.items()]
+    rows += [_role_row(name, grid, cuts.get(name, ""), gpus_per_node) for name, grid in grids.items()]
     lines += table(rows)
     if world_size <= FEW_RANKS:
         rows = [["rank", *grids]]
@@ -43,8 +46,9 @@ def placement_notes(grids: Mapping[str, Grid], *, world_size: int, gpus_per_node
     return notes
 
 
-def _role_row(name: str, grid: Grid, gpus_per_node: int) -> list[str]:
-    layout = " ".join(f"{axis}{size}" for axis, size in zip(grid.axes, grid.sizes, strict=True) if size > 1) or "alone"
+def _role_row(name: str, grid: Grid, cut: str, gpus_per_node: int) -> list[str]:
+    axes = [f"{axis}{size}" for axis, size in zip(grid.axes, grid.sizes, strict=True) if size > 1]
+    layout = " ".join([*axes, *cut.split()]) or "alone"
     outer = grid.axes[-1]
     replica = [group for group in grid.groups("tp") if grid.coords(group[0])[outer] == 0]
     first = "  ".join(

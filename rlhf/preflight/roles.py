@@ -47,6 +47,14 @@ def model_roles(config: RunConfig, specs: Mapping[str, ModelSpec]) -> list[Model
     ]
 
 
+def cuts_of(config: RunConfig) -> dict[str, str]:
+    """How each Megatron model cuts its layers and experts over the ranks of its grid, where it does."""
+    return {
+        name: " ".join(f"{axis}{size}" for axis in ("vpp", "ep", "etp") if (size := getattr(role.parallel, axis)) > 1)
+        for name, role in roles_of(config).items()
+    }
+
+
 def grids_of(config: RunConfig) -> dict[str, Grid]:
     """Ranks of every role, the engines' too. Sizes must be sound."""
     grids = {name: model_grid(role.parallel) for name, role in roles_of(config).items()}

@@ -194,6 +194,7 @@ def test_a_model_with_experts_is_looked_at_and_its_layout_checked(check) -> None
     code, out, _ = check(*words, "reference.parallel.ep=2")
     assert code == 0
     assert re.search(rf"reference +{hub_id} +30,532,122,624", out)
+    assert re.search(r"reference +0-1 +0 +dp2 ep2 ", out)
     held = 30_532_122_624 - 48 * 64 * 3 * 2048 * 768  # without 64 of the 128 experts of each layer
     assert re.search(rf"reference +each +0 +{held:,} ", out)
     code, _, err = check(*words, "reference.parallel.etp=2", "critic.parallel.ep=3")

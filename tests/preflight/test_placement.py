@@ -12,10 +12,10 @@ GRIDS = {
 
 
 def test_a_cluster_has_a_line_a_role() -> None:
-    lines = render_placement(GRIDS, world_size=88, gpus_per_node=8).splitlines()
+    lines = render_placement(GRIDS, {"actor": "vpp2 ep16"}, world_size=88, gpus_per_node=8).splitlines()
     assert lines[0] == "88 ranks, 11 nodes of 8"
     assert [" ".join(line.split()) for line in lines[2:]] == [
-        "actor 0-63 0-7 tp8 pp2 dp4 pp0 0-7 pp1 8-15 (dp r: + 16 r)",
+        "actor 0-63 0-7 tp8 pp2 dp4 vpp2 ep16 pp0 0-7 pp1 8-15 (dp r: + 16 r)",
         "critic 64-87 8-10 tp4 pp3 dp2 pp0 64-67 pp1 68-71 pp2 72-75 (dp r: + 12 r)",
         "rollout 0-23 0-2 tp6 engine4 0-5 (engine r: + 6 r)",
     ]
@@ -31,6 +31,7 @@ def test_every_rank_of_the_compact_form_is_where_the_grid_says() -> None:
 def test_few_ranks_have_a_line_each() -> None:
     text = render_placement(
         {"actor": Grid(("tp", "pp", "dp"), (2, 2, 1), 0), "rollout": Grid(("tp", "engine"), (1, 2), 3)},
+        {},
         world_size=5,
         gpus_per_node=8,
     )
