@@ -86,7 +86,10 @@ def sampling_args(sampling: SamplingConfig, eos_token_ids: tuple[int, ...], *, s
 
 
 def cpu_environment(tp: int, *, leader: int, threads: int, cores: list[int]) -> dict[str, str]:
-    """Variables of an engine on CPUs: `threads` cores for each of its ranks, beginning after those of earlier ranks."""
+    """Variables of an engine on CPUs: `threads` cores for each of its ranks, beginning after those of earlier ranks.
+
+    SGLang wants to be told the cores; it binds to them where its kernels for CPUs are installed.
+    """
     own = [[cores[((leader + rank) * threads + i) % len(cores)] for i in range(threads)] for rank in range(tp)]
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
