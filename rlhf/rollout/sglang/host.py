@@ -155,12 +155,13 @@ class Host:
 
         asked = GenerateReqInput(input_ids=prompt, sampling_params=sampling, return_logprob=True, stream=False)
         meta = [answer["meta_info"] async for answer in self._tokenizer.generate_request(asked, None)][-1]
-        scored = meta["output_token_logprobs"]
+        scored = meta.get("output_token_logprobs") or []  # none of what was aborted before it began
+        spans = meta.get("weight_versions") or []
         return Response(
             tokens=tuple(token for _, token, _ in scored),
             logprobs=tuple(logprob for logprob, _, _ in scored),
             reason=meta["finish_reason"]["type"],
-            versions=tuple((span["version"], span["end"] - span["start"]) for span in meta["weight_versions"]),
+            versions=tuple((span["version"], span["end"] - span["start"]) for span in spans),
         )
 
     async def _abort(self) -> None:
