@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from rlhf.config.rollout import RolloutConfig, SamplingConfig
+from rlhf.errors import EngineError
 from rlhf.families.spec import ModelSpec
 from rlhf.rollout.sglang.inside import LOADER
 
@@ -30,8 +31,16 @@ class Place:
 def server_args(
     spec: ModelSpec, config: RolloutConfig, *, place: Place, model_folder: Path, run_seed: int
 ) -> dict[str, Any]:
-    """Keyword arguments of SGLang's Engine; `model_folder` holds a config.json, no weights are read."""
+    """Keyword arguments of SGLang's Engine; `model_folder` holds a config.json, no weights are read.
+
+    Raises:
+        EngineError: The settings ask for what SGLang has on GPUs only.
+    """
     options = config.sglang
+    if place.device == "cpu" and options.deterministic:
+        raise EngineError(
+            "sglang engine: rollout.sglang.deterministic on a CPU, for which SGLang has no such attention; unset it"
+        )
     args: dict[str, Any] = {
         "model_path": str(model_folder),
         "skip_tokenizer_init": True,

@@ -1,0 +1,57 @@
+"""SGLang's arguments from the run's settings; no SGLang is needed."""
+
+from pathlib import Path
+
+import pytest
+
+from rlhf.config.rollout import RolloutConfig, SamplingConfig
+from rlhf.config.sglang import SGLangConfig
+from rlhf.errors import EngineError
+from rlhf.families.registry import spec_of
+from rlhf.rollout.sglang.server_args import Place, cpu_environment, sampling_args, server_args
+from tests.rollout.tiny import hf_model
+
+SPEC = spec_of(hf_model("qwen2").config.to_dict(), where="tiny")
+
+
+def args_of(device: str, **options: object) -> dict:
+    config = RolloutConfig(engine="sglang", tp=2, kv_cache_tokens=512, sglang=SGLangConfig(**options))
+    return server_args(SPEC, config, place=Place(device, 4, "float32"), model_folder=Path("/x"), run_seed=2**40 + 3)
+
+
+def test_no_weights_are_read_and_all_of_the_cache_is_ours():
+    args = args_of("cpu")
+    assert (args["load_format"], args["model_path"], args["tp_size"]) == ("dummy", "/x", 2)
+    assert args["max_total_tokens"] > 512
+    assert args["context_length"] > SPEC.max_positions
+    assert 0 <= args["random_seed"] < 2**31
+    assert args["attention_backend"] == "torch_native"
+
+
+def test_gpus_give_memory_back_and_more_arguments_are_read_as_yaml():
+    args = args_of("cuda", extra_args=("chunked_prefill_size=4096", "schedule_policy=fcfs"), cuda_graph=False)
+    assert args["enable_memory_saver"]
+    assert args["base_gpu_id"] == 4
+    assert args["disable_cuda_graph"]
+    assert "attention_backend" not in args
+    assert (args["chunked_prefill_size"], args["schedule_policy"]) == (4096, "fcfs")
+
+
+def test_deterministic_inference_is_refused_on_a_cpu():
+    assert args_of("cuda", deterministic=True)["enable_deterministic_inference"]
+    with pytest.raises(EngineError, match=r"rollout\.sglang\.deterministic on a CPU"):
+        args_of("cpu", deterministic=True)
+
+
+def test_sampling_in_sglangs_words():
+    free = sampling_args(SamplingConfig(temperature=0.5, max_new_tokens=9, ignore_eos=True), (2,), seed=7)
+    assert (free["top_k"], free["stop_token_ids"], free["ignore_eos"], free["sampling_seed"]) == (-1, [], True, 7)
+    ended = sampling_args(SamplingConfig(top_k=4, stop_token_ids=(9, 2)), (2, 5), seed=7)
+    assert (ended["top_k"], ended["stop_token_ids"], ended["ignore_eos"]) == (4, [2, 5, 9], False)
+
+
+def test_ranks_of_engines_side_by_side_get_cores_of_their_own():
+    cores = [0, 1, 2, 3, 8, 9, 10, 11]
+    first = cpu_environment(2, leader=0, threads=2, cores=cores)["SGLANG_CPU_OMP_THREADS_BIND"]
+    second = cpu_environment(2, leader=2, threads=2, cores=cores)["SGLANG_CPU_OMP_THREADS_BIND"]
+    assert (first, second) == ("0,1|2,3", "8,9|10,11")
