@@ -14,6 +14,7 @@ from tools.benchmarks.alone import run_alone
 from tools.benchmarks.compare import Options, add_comparison, take_turns
 from tools.benchmarks.even_reward import score
 from tools.benchmarks.measure import PeakMemory, Runs
+from tools.benchmarks.micro_dp import Size, recommended, sizes_of
 from tools.benchmarks.ppo_work import ppo_work, write_work
 from tools.benchmarks.report import Report, Row
 from tools.benchmarks.side import REPO, Side, SideError
@@ -160,6 +161,35 @@ def test_ppo_prompts_are_the_same_as_text_and_as_ids(tmp_path: Path) -> None:
     assert score(record, "t4 t6 t7 t2047") == 0.5
 
 
+def test_the_size_of_engines_with_the_shortest_step_is_recommended() -> None:
+    """tp1: 2 s a switch and 100 tokens a second; tp4: nothing to switch and 50: they meet at 200 tokens."""
+    found = {
+        "4": {"switch": [1e-9], "generate": [8.0, 8.0, 9.0], "moved": 0, "bound": 0},
+        "1": {"switch": [2.0, 1.0, 9.0], "generate": [4.0], "moved": 6, "bound": 6},
+    }
+    small, large = sizes_of(found, 400)
+    assert isinstance(small, Size)
+    assert (small.tp, small.tokens_per_s, small.switch_s) == (1, 100.0, 2.0)
+    assert (large.tp, large.tokens_per_s, large.moved) == (4, 50.0, 0)
+    assert small.step_s(1000) == 12.0
+    assert recommended([small, large], 190) is large
+    assert recommended([small, large], 210) is small
+
+
+@pytest.mark.dist
+def test_quick_micro_dp_recommends_a_size_and_draws(tmp_path: Path) -> None:
+    files = ["--json", str(tmp_path / "rows.json"), "--picture", str(tmp_path / "m.png")]
+    done = bench("micro_dp", "--quick", *files)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    assert all(set(row) == KEYS for row in rows.values())
+    assert rows["micro_dp/tp2-tp1/bytes"]["ratio"] == 1.0
+    assert rows["micro_dp/tp2-tp2/rate"]["value"] > 0
+    best = int(rows["micro_dp/tp2/recommended"]["value"])
+    assert rows[f"micro_dp/tp2-tp{best}"]["value"] == min(rows[f"micro_dp/tp2-tp{tp}"]["value"] for tp in (1, 2))
+    assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.dist
 def test_quick_rollout_says_what_is_missing_and_writes_rows(tmp_path: Path) -> None:
     done = bench("rollout", "--quick", "--only", "rollout/tiny/greedy/16", "--json", str(tmp_path / "rows.json"))
@@ -174,9 +204,16 @@ def test_quick_rollout_says_what_is_missing_and_writes_rows(tmp_path: Path) -> N
 
 
 @pytest.mark.dist
-def test_quick_reshard_lands_what_the_gathers_land(tmp_path: Path) -> None:
+def test_quick_reshard_lands_what_the_gathers_and_megatron_land(tmp_path: Path) -> None:
     done = bench("reshard", "--quick", "--json", str(tmp_path / "rows.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
-    assert rows["reshard/tp4-tp2"]["target"] == 2.0
-    assert rows["reshard/tp4-tp2/bytes"]["ratio"] > 1.9
+    assert all(set(row) == KEYS for row in rows.values())
+    assert rows["reshard/tp4-tp2"]["target"] == 3.0
+    assert rows["reshard/tp4-tp2/bytes"]["ratio"] == 1.0
+    assert rows["reshard/tp4-tp2/bytes/broadcast"]["value"] == pytest.approx(
+        2 * rows["reshard/tp4-tp2/bytes"]["value"], 0.02
+    )
+    limit, theirs = rows["reshard/tp4-tp2/p2p limit"], rows["reshard/tp4-tp2/megatron"]
+    assert limit["peer"].startswith("gloo p2p of the same bytes: ")
+    assert theirs["peer"].startswith("megatron.core.resharding: ")

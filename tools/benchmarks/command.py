@@ -3,6 +3,7 @@
     python tools/bench.py rollout                    native engine against transformers' generate
     python tools/bench.py train --only 'train/tiny/*'
     python tools/bench.py reshard --json reshard.json
+    python tools/bench.py micro_dp --step-tokens 65536    which tp of the engines has the shortest step
     python tools/bench.py ppo --quick                within a minute, small sizes: whether it works, not how fast
     python tools/bench.py rollout --model FOLDER --peer-python vllm=/opt/vllm/bin/python
 
@@ -16,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from tools.benchmarks import ppo, reshard, rollout, train
+from tools.benchmarks import micro_dp, ppo, reshard, rollout, train
 from tools.benchmarks.compare import Options
 from tools.benchmarks.machine import describe, num_cores
 from tools.benchmarks.report import HEADER, Report
@@ -27,6 +28,7 @@ BENCHMARKS: Mapping[str, Callable[[Options, Report], None]] = {
     "rollout": rollout.run,
     "train": train.run,
     "reshard": reshard.run,
+    "micro_dp": micro_dp.run,
     "ppo": ppo.run,
 }
 PEERS = {
@@ -36,6 +38,8 @@ PEERS = {
     "trl-grpo": "TRL with GRPO (trl 1.16.0)",
 }
 SMOL = REPO / ".cache" / "smollm2"
+PICTURE = REPO / "runs" / "micro_dp.png"
+STEP_TOKENS = 32_768
 RUNS = 3
 
 
@@ -58,6 +62,8 @@ def main(argv: Sequence[str]) -> int:
             peers={"hf": sys.executable, **dict(args.peer_python)},
             models=models,
             run_prefix=tuple(args.run_prefix.split()),
+            step_tokens=args.step_tokens,
+            picture=args.picture,
             folder=folder,
         )
         print(_machine_line())
@@ -105,6 +111,19 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--run-prefix", default="", metavar="COMMAND", help="put before each job of `ppo`, such as 'taskset -c 0-1'"
+    )
+    parser.add_argument(
+        "--step-tokens",
+        type=_positive,
+        default=STEP_TOKENS,
+        help=f"that a step of `micro_dp` generates ({STEP_TOKENS})",
+    )
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        default=PICTURE,
+        metavar="PNG",
+        help=f"that `micro_dp` draws ({PICTURE.relative_to(REPO)})",
     )
     return parser.parse_args(argv)
 

@@ -34,6 +34,10 @@ class Options:
     """Model folders by kind of work; a kind that has none is said to be missing."""
     run_prefix: tuple[str, ...]
     """Put before commands that are measured one at a time."""
+    step_tokens: int
+    """That a step of `micro_dp` generates."""
+    picture: Path
+    """PNG that `micro_dp` draws."""
     folder: Path
     """For logs and run folders."""
 

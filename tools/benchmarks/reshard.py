@@ -1,6 +1,11 @@
-"""Resharding: our weight sync against gathering whole shards and slicing, over the same gloo groups in the same run."""
+"""Resharding: our weight sync against gathering whole shards and slicing, over the same gloo groups in the same run.
+
+Also against what gloo and memory allow for the same bytes, and, from one Megatron layout into another, against
+Megatron-Core's own resharding.
+"""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +19,9 @@ from tools.benchmarks.compare import MIB, Options
 from tools.benchmarks.measure import Runs
 from tools.benchmarks.report import Report, Row, number
 
+LIMIT_TARGET = 0.7
+"""Of gloo's rate for the same bytes, wherever the gathers have a target."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
@@ -22,6 +30,7 @@ class Cut:
     src: ParallelConfig
     engine_tp: int
     target: float | None = None
+    """Against the fastest gather; cuts that have one are those of --quick, and of Megatron-Core's resharding."""
 
     @property
     def engines(self) -> int:
@@ -30,12 +39,16 @@ class Cut:
 
 
 CUTS = {
-    "tp4-tp2": Cut(ParallelConfig(tp=4), 2, target=2.0),
+    "tp4-tp2": Cut(ParallelConfig(tp=4), 2, target=3.0),
     "tp4-tp1": Cut(ParallelConfig(tp=4), 1),
     "tp2pp2-tp2": Cut(ParallelConfig(tp=2, pp=2), 2),
     "tp2dp2-tp4": Cut(ParallelConfig(tp=2, dp=2), 4),
+    "tp4pp2-tp2": Cut(ParallelConfig(tp=4, pp=2), 2),
 }
-"""Training layout and the tensor-parallel size of the engines; names of rows."""
+"""Training layout and the tensor-parallel size of the engines; names of rows. The last has eight ranks."""
+
+MEGATRON_CUTS = ("tp4-tp2", "tp4pp2-tp2")
+"""Measured from Megatron to Megatron too."""
 
 
 def model(*, quick: bool) -> ModelSpec:
@@ -60,53 +73,84 @@ def model(*, quick: bool) -> ModelSpec:
 
 
 def run(options: Options, report: Report) -> None:
-    """Rows `reshard/CUT` in seconds: the transfer; `/sampled`, `/verified` with checksums compared; `/bytes` moved."""
+    """Rows `reshard/CUT` in seconds: the transfer alone, against the fastest gather. See README.md for the others."""
     for name, cut in CUTS.items():
-        if options.wants(f"reshard/{name}") and (cut.target or not options.quick):
-            _compare(f"reshard/{name}", cut, options, report)
+        if options.quick and not cut.target:
+            continue
+        to_engines = options.wants(f"reshard/{name}")
+        to_megatron = name in MEGATRON_CUTS and options.wants(f"reshard/{name}/megatron")
+        found = _measured(cut, options, to_engines=to_engines, to_megatron=to_megatron)
+        if to_engines:
+            _compare(f"reshard/{name}", cut, found["engines"], report)
+            if options.profile:
+                report.note(found["engines"]["profile"])
+        if to_megatron:
+            _compare_megatron(f"reshard/{name}/megatron", found["megatron"], report)
 
 
-def _compare(name: str, cut: Cut, options: Options, report: Report) -> None:
-    found = _measured(cut, options)
+def _compare(name: str, cut: Cut, found: dict[str, Any], report: Report) -> None:
     seconds = {way: Runs(tuple(runs)) for way, runs in found["seconds"].items()}
-    peers = [way for way in seconds if way not in (reshard_ranks.OURS, reshard_ranks.SAMPLED, reshard_ranks.VERIFIED)]
+    ours, limits = reshard_ranks.OURS, (reshard_ranks.PEER_LIMIT, reshard_ranks.COPY_LIMIT)
+    peers = [way for way in seconds if way not in (ours, reshard_ranks.SAMPLED, reshard_ranks.VERIFIED, *limits)]
     best = min(peers, key=lambda way: seconds[way].median)
-    limit = seconds[best].median
-    for way, row_name, target in (
-        (reshard_ranks.OURS, name, cut.target),
-        (reshard_ranks.SAMPLED, f"{name}/sampled", None),
-        (reshard_ranks.VERIFIED, f"{name}/verified", None),
-    ):
-        report.add(
-            Row(
-                name=row_name,
-                value=round(seconds[way].median, 4),
-                unit="s",
-                target=target,
-                peer=f"{best}: {number(limit)} s",
-                ratio=round(limit / seconds[way].median, 3),
-                spread=seconds[way].spread,
-            )
-        )
+    _against(report, name, seconds, ours, best, target=cut.target)
+    _against(report, f"{name}/sampled", seconds, reshard_ranks.SAMPLED, best)
+    _against(report, f"{name}/verified", seconds, reshard_ranks.VERIFIED, best)
     for way in peers:
-        value = round(seconds[way].median, 4)
-        report.add(Row(name=f"{name}/{way}", value=value, unit="s", spread=seconds[way].spread))
-    moved, theirs = found["bytes"][reshard_ranks.OURS], found["bytes"][best]
+        report.add(Row(name=f"{name}/{way}", value=_s(seconds[way]), unit="s", spread=seconds[way].spread))
+    _against(report, f"{name}/p2p limit", seconds, ours, limits[0], target=LIMIT_TARGET if cut.target else None)
+    _against(report, f"{name}/copy limit", seconds, ours, limits[1])
+    _bytes(report, name, found, ours, [best, *(way for way in peers if way != best)])
+
+
+def _compare_megatron(name: str, found: dict[str, Any], report: Report) -> None:
+    seconds = {way: Runs(tuple(runs)) for way, runs in found["seconds"].items()}
+    ours, theirs = seconds
+    _against(report, name, seconds, ours, theirs, target=1.0)
+    report.add(Row(name=f"{name}/{theirs}", value=_s(seconds[theirs]), unit="s", spread=seconds[theirs].spread))
+
+
+def _against(
+    report: Report, name: str, seconds: dict[str, Runs], ours: str, peer: str, *, target: float | None = None
+) -> None:
+    report.add(
+        Row(
+            name=name,
+            value=_s(seconds[ours]),
+            unit="s",
+            target=target,
+            peer=f"{peer}: {number(seconds[peer].median)} s",
+            ratio=round(seconds[peer].median / seconds[ours].median, 3),
+            spread=seconds[ours].spread,
+        )
+    )
+
+
+def _bytes(report: Report, name: str, found: dict[str, Any], ours: str, peers: Sequence[str]) -> None:
+    moved, bound = found["bytes"][ours], found["bound"]
     report.add(
         Row(
             name=f"{name}/bytes",
             value=round(moved / MIB, 2),
             unit="MiB",
-            peer=f"{best}: {theirs / MIB:,.0f} MiB; lower bound {found['bound'] / MIB:,.0f} MiB",
-            ratio=round(theirs / moved, 3) if moved else None,
+            target=1.0,
+            peer=f"lower bound: {bound / MIB:,.2f} MiB",
+            ratio=bound / moved if moved else None,
         )
     )
-    if options.profile:
-        report.note(found["profile"])
+    for way in peers:
+        count = found["bytes"][way]
+        report.add(Row(name=f"{name}/bytes/{way}", value=round(count / MIB, 2), unit="MiB"))
 
 
-def _measured(cut: Cut, options: Options) -> dict[str, Any]:
+def _s(runs: Runs) -> float:
+    return round(runs.median, 4)
+
+
+def _measured(cut: Cut, options: Options, *, to_engines: bool, to_megatron: bool) -> dict[str, Any]:
     """What rank 0 found."""
+    if not to_engines and not to_megatron:
+        return {}
     world = cut.src.num_ranks
     answer, store = Path(options.folder / "reshard.json"), options.folder / "reshard_store"
     answer.unlink(missing_ok=True)
@@ -116,6 +160,8 @@ def _measured(cut: Cut, options: Options) -> dict[str, Any]:
         src=cut.src,
         engine_tp=cut.engine_tp,
         engines=cut.engines,
+        to_engines=to_engines,
+        to_megatron=to_megatron,
         runs=options.runs,
         threads=max(1, options.threads // world),
         profile=options.profile,
