@@ -128,7 +128,9 @@ class Known:
     """
 
     missing: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = field(default_factory=dict)
-    """By ids of (all that is wanted, all that is held)."""
+    """Of one tensor, by ids of (all that is wanted, all that is held)."""
+    bounds: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[str, int]] = field(default_factory=dict)
+    """Of all tensors, by ids of (all that each wanter wants, all that each holder holds)."""
     held: set[tuple[int, Box]] = field(default_factory=set)
     """(holdings of a tensor, block inside them)."""
     crossed: set[tuple[int, str, Box]] = field(default_factory=set)
@@ -168,12 +170,16 @@ def far_bounds(plan: Plan, rank: int, known: Known | None = None) -> dict[str, i
 
 def _missing(plan: Plan, wanters: Iterable[int], holders: Sequence[int], known: Known) -> dict[str, int]:
     """Distinct elements of each tensor that any of the wanters wants and none of the holders holds."""
+    wanting = [of for rank in wanters if (of := plan.dst_index.of_rank(rank))]
+    held = [of for rank in holders if (of := plan.src_index.of_rank(rank))]
+    alike = (tuple(map(id, wanting)), tuple(map(id, held)))
+    if alike in known.bounds:
+        return known.bounds[alike]
     found: dict[str, int] = {}
     wanted: dict[str, dict[int, Sequence[ParamLayout]]] = {}
-    for rank in wanters:
-        for tensor, wants in plan.dst_index.of_rank(rank).items():
+    for of_rank in wanting:
+        for tensor, wants in of_rank.items():
             wanted.setdefault(tensor, {})[id(wants)] = wants
-    held = [plan.src_index.of_rank(rank) for rank in holders]
     for tensor, all_wants in wanted.items():
         all_holds = {id(of[tensor]): of[tensor] for of in held if tensor in of}
         key = (tuple(all_wants), tuple(all_holds))
@@ -183,6 +189,7 @@ def _missing(plan: Plan, wanters: Iterable[int], holders: Sequence[int], known: 
             cells = Cells([*want_boxes, *held_boxes])
             known.missing[key] = cells.elements((cells.count(want_boxes) > 0) & (cells.count(held_boxes) == 0))
         found[tensor] = known.missing[key]
+    known.bounds[alike] = found
     return found
 
 

@@ -25,6 +25,7 @@ class HolderIndex:
             for tensor, box in {(one.tensor, one.box): None for one in held}:
                 self._ranks[tensor].setdefault(box, []).append(ranks)
         self._alike = alike
+        self._joined: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._by_tensor: dict[int, Mapping[str, tuple[ParamLayout, ...]]] = {}
 
     def boxes(self, tensor: str) -> tuple[Box, ...]:
@@ -33,7 +34,11 @@ class HolderIndex:
 
     def ranks(self, tensor: str, box: Box) -> tuple[int, ...]:
         """Ranks that hold exactly this box of a tensor, ascending."""
-        return tuple(sorted({rank for ranks in self._ranks[tensor][box] for rank in ranks}))
+        alike = self._ranks[tensor][box]
+        key = tuple(map(id, alike))  # the lists live as long as the index, and tensors of one stage share them
+        if key not in self._joined:
+            self._joined[key] = tuple(sorted({rank for ranks in alike for rank in ranks}))
+        return self._joined[key]
 
     def of_rank(self, rank: int) -> Mapping[str, tuple[ParamLayout, ...]]:
         """What one rank holds, by tensor; empty for a rank outside the layout's pool."""

@@ -7,7 +7,6 @@ planner needs no name mapping and no knowledge of any model or library.
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from functools import cache
-from math import prod
 
 ITEM_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element by name of dtype, as `ModelLayout.dtype` spells it."""
@@ -35,7 +34,10 @@ class Box:
     @property
     def num_elements(self) -> int:
         """Elements inside; 0 when any span is empty."""
-        return prod(self.shape)
+        count = 1
+        for start, stop in self.spans:
+            count *= stop - start
+        return count
 
     @property
     def slices(self) -> tuple[slice, ...]:
@@ -44,8 +46,13 @@ class Box:
 
     def intersect(self, other: "Box") -> "Box | None":
         """The common block, or None when they share no element."""
-        spans = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(self.spans, other.spans, strict=True))
-        return Box(spans) if all(start < stop for start, stop in spans) else None
+        spans = []  # a loop, since planners ask this more often than anything else
+        for (a, b), (c, d) in zip(self.spans, other.spans, strict=True):
+            start, stop = (a if a > c else c), (b if b < d else d)
+            if start >= stop:
+                return None
+            spans.append((start, stop))
+        return Box(tuple(spans))
 
     def minus(self, other: "Box") -> "tuple[Box, ...]":
         """What is left of this block without the other, as disjoint blocks."""

@@ -134,11 +134,17 @@ class Plan:
 
         With fanout `node`, along the boxes held on the rank's node only.
         """
-        cuts = self._cuts_of(tensor, wanted[0]) if len(wanted) == 1 and self.fanout is Fanout.DIRECT else None
+        cuts = self._cuts_of(tensor, wanted[0]) if len(wanted) == 1 else None
         if cuts is not None:
+            left = []
             for box, src_box in cuts:
-                yield Move(tensor, box, self._source(tensor, src_box, dst_rank), dst_rank)
-            return []
+                source = self._sources.near(tensor, src_box, dst_rank)
+                if source is None and self.fanout is Fanout.NODE:
+                    left.append(box)
+                else:
+                    source = self._sources.far(tensor, src_box, dst_rank) if source is None else source
+                    yield Move(tensor, box, source, dst_rank)
+            return left
         sources = []
         for box in self.src_index.boxes(tensor):
             if any(part.intersect(box) is not None for part in wanted):
@@ -162,11 +168,13 @@ class Plan:
     def _crossing(self, wanted: Box, earlier: list[Box], dst_rank: int, tensor: str) -> Iterator[Move]:
         """What a rank takes across, or from the rank of its node that did, of a want that earlier ones do not cover."""
         for one in self._sources.crossings(tensor, self.topology.nodes[dst_rank]):
+            if one.first != dst_rank and dst_rank not in one.others:
+                continue
             if not wanted.contains(one.box) or any(box.contains(one.box) for box in earlier):
                 continue
             if one.first == dst_rank:
                 yield Move(tensor, one.box, one.source, dst_rank)
-            elif dst_rank in one.others:
+            else:
                 yield Move(tensor, one.box, one.first, dst_rank, origin=one.source)
 
     def _cuts_of(self, tensor: str, wanted: Box) -> tuple[tuple[Box, Box], ...] | None:
@@ -210,10 +218,6 @@ class Plan:
             return
         for node in self._sources.nodes_served(tensor, box, rank):
             yield from (one.first for one in self._sources.crossings(tensor, node) if one.source == rank)
-
-    def _source(self, tensor: str, box: Box, dst_rank: int) -> int:
-        near = self._sources.near(tensor, box, dst_rank)
-        return self._sources.far(tensor, box, dst_rank) if near is None else near
 
     def _sorted(self, moves: Iterator[Move]) -> tuple[Move, ...]:
         return tuple(sorted(moves, key=lambda m: (self.order[m.tensor], m.box.spans, m.src_rank, m.dst_rank)))

@@ -13,6 +13,8 @@ from rlhf.reshard.index import HolderIndex
 from rlhf.reshard.layout import Box
 from rlhf.reshard.topology import Topology, by_node
 
+_NOBODY: dict[int, int] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
@@ -36,6 +38,7 @@ class Sources:
         self._wanters_on = by_node(dst.layout.ranks, topology)
         self._near: dict[tuple[str, Box, int], dict[int, int]] = {}
         self._far: dict[tuple[str, Box], dict[int, int]] = {}
+        self._by_node: dict[tuple[int, ...], Mapping[int, tuple[int, ...]]] = {}
         self._crossings: dict[tuple[str, int], tuple[Crossing, ...]] = {}
 
     def near(self, tensor: str, box: Box, dst_rank: int) -> int | None:
@@ -117,12 +120,12 @@ class Sources:
         return holders[(self._order[tensor] + node) % len(holders)]
 
     def _near_of(self, tensor: str, box: Box, node: int) -> dict[int, int]:
+        holders = self._on_nodes(self._src.ranks(tensor, box)).get(node)
+        if not holders:
+            return _NOBODY
         key = (tensor, box, node)
         if key not in self._near:
-            on_node = self._holders_on.get(node, ())
-            holders = [rank for rank in on_node if _holds(self._src, rank, tensor, box)]
-            wanters = self._wanters_on.get(node, ())
-            wanting = (rank for rank in wanters if _wants(self._dst, rank, tensor, box)) if holders else ()
+            wanting = (rank for rank in self._wanters_on.get(node, ()) if _wants(self._dst, rank, tensor, box))
             self._near[key] = self._deal(tensor, holders, wanting)
         return self._near[key]
 
@@ -130,7 +133,7 @@ class Sources:
         key = (tensor, box)
         if key not in self._far:
             holders = self._src.ranks(tensor, box)
-            near = {self._topology.nodes[rank] for rank in holders}
+            near = self._on_nodes(holders)
             wanters = {
                 rank
                 for wanted in self._dst.boxes(tensor)
@@ -140,6 +143,12 @@ class Sources:
             }
             self._far[key] = self._deal(tensor, holders, sorted(wanters))
         return self._far[key]
+
+    def _on_nodes(self, holders: tuple[int, ...]) -> Mapping[int, tuple[int, ...]]:
+        """Holders of a source box by node; the same tuple is looked at once."""
+        if holders not in self._by_node:
+            self._by_node[holders] = by_node(holders, self._topology)
+        return self._by_node[holders]
 
     def _deal(self, tensor: str, holders: Sequence[int], wanters: Iterable[int]) -> dict[int, int]:
         # Turns start elsewhere for each tensor, so that what does not divide evenly does not pile up on the first.
@@ -151,10 +160,6 @@ class Sources:
                 dealt[wanter] = holders[turn % len(holders)]
                 turn += 1
         return dealt
-
-
-def _holds(index: HolderIndex, rank: int, tensor: str, box: Box) -> bool:
-    return any(one.box == box for one in index.of_rank(rank).get(tensor, ()))
 
 
 def _wants(index: HolderIndex, rank: int, tensor: str, box: Box) -> bool:

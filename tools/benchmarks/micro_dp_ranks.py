@@ -92,11 +92,13 @@ class _Engines:
         grid = Grid(("tp", "dp"), (tp, world // tp))
         at, group = grid.coords(rank), factory.cpu_group(grid.groups("tp"))
         rows = range(at["dp"], job.rows, grid.size("dp"))
+        self._sampling = SamplingConfig(max_new_tokens=job.new_tokens, ignore_eos=True)
         config = RolloutConfig(
             tp=tp,
             dp=grid.size("dp"),
             max_running=max(1, len(rows)),
             kv_cache_tokens=max(1, len(rows)) * (job.prompt_tokens + job.new_tokens + 16),
+            sampling=self._sampling,
         )
         self._engine = NativeEngine(
             job.spec,
@@ -119,7 +121,6 @@ class _Engines:
         assert self._sync.certificate is not None, "every rank is in both pools"
         self.moved, self.bound = self._sync.certificate.moved, self._sync.certificate.bound
         self._prompts = _prompts(job, rows) if at["tp"] == 0 else None
-        self._sampling = SamplingConfig(max_new_tokens=job.new_tokens, ignore_eos=True)
 
     def step(self, params: dict[str, Tensor]) -> tuple[float, float]:
         """Seconds of the switch and of the generation, each until all ranks are done."""
