@@ -14,7 +14,7 @@ from tools.benchmarks.alone import run_alone
 from tools.benchmarks.compare import Options, add_comparison, take_turns
 from tools.benchmarks.even_reward import score
 from tools.benchmarks.measure import PeakMemory, Runs
-from tools.benchmarks.micro_dp import Size, recommended, sizes_of
+from tools.benchmarks.micro_dp import Size, as_good, recommended, sizes_of
 from tools.benchmarks.ppo_work import ppo_work, write_work
 from tools.benchmarks.report import Report, Row
 from tools.benchmarks.side import REPO, Side, SideError
@@ -174,6 +174,9 @@ def test_the_size_of_engines_with_the_shortest_step_is_recommended() -> None:
     assert small.step_s(1000) == 12.0
     assert recommended([small, large], 190) is large
     assert recommended([small, large], 210) is small
+    assert large.rate_spread == 0.125
+    assert as_good([small, large], small, 210) == [large]  # 4.2 s against 4.1
+    assert as_good([small, large], small, 1000) == []  # 20 s against 12
 
 
 @pytest.mark.dist

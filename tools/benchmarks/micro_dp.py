@@ -67,6 +67,8 @@ def run(options: Options, report: Report) -> None:
     options.picture.parent.mkdir(parents=True, exist_ok=True)
     write_png(figure(sizes, best, tokens, training=f"tp{src.tp}"), options.picture)
     report.note(f"engines of tp{best.tp} for steps of {tokens:,} tokens; picture: {options.picture}")
+    if close := as_good(sizes, best, tokens):
+        report.note(f"within the spread of the runs: {', '.join(f'tp{size.tp}' for size in close)}")
 
 
 def sizes_of(found: dict[str, Any], tokens_per_run: int) -> list[Size]:
@@ -93,6 +95,16 @@ def recommended(sizes: list[Size], tokens: int) -> Size:
     return min(sizes, key=lambda size: (size.step_s(tokens), -size.tp))
 
 
+def as_good(sizes: list[Size], best: Size, tokens: int) -> list[Size]:
+    """Other sizes whose step is longer by less than the spread of either's generation."""
+    limit = best.step_s(tokens)
+    return [
+        size
+        for size in sizes
+        if size is not best and size.step_s(tokens) < limit * (1 + max(size.rate_spread, best.rate_spread))
+    ]
+
+
 def figure(sizes: list[Size], best: Size, tokens: int, *, training: str) -> Figure:
     """Seconds of a step, tokens a second, bytes of a switch, for each size."""
     layout = ConstrainedLayoutEngine(h_pad=0.09, w_pad=0.09)
@@ -104,12 +116,15 @@ def figure(sizes: list[Size], best: Size, tokens: int, *, training: str) -> Figu
     axes[0].bar(places, generate, 0.6, color=COLOURS[0], label="generate")
     axes[0].bar(places, switch, 0.6, bottom=generate, color=COLOURS[1], label="switch")
     axes[0].legend(frameon=False, fontsize=8, labelcolor=INK, loc="upper left", ncols=2)
-    _one(axes[1], "Tokens per second, all engines", [size.tokens_per_s for size in sizes])
-    _one(axes[2], "MiB that a switch moves", [size.moved / MIB for size in sizes])
+    rates = [size.tokens_per_s for size in sizes]
+    _one(axes[1], "Tokens per second, all engines", rates, [f"{rate:,.0f}" for rate in rates])
+    moved = [size.moved / MIB for size in sizes]
+    said = [f"{mib:,.0f} MiB\n{size.switch_s:.2g} s" for mib, size in zip(moved, sizes, strict=True)]
+    _one(axes[2], "MiB that a switch moves, and its seconds", moved, said)
     for ax, tops in zip(axes, ([size.step_s(tokens) for size in sizes], None, None), strict=True):
         ax.set_xticks(places, names)
         ax.set_xlabel("engine", fontsize=8, color=FAINT)
-        ax.set_ylim(0, ax.get_ylim()[1] * 1.15)
+        ax.set_ylim(0, ax.get_ylim()[1] * 1.2)
         for place, top in zip(places, tops or (), strict=False):
             ax.text(place, top, f"{top:.3g} s", ha="center", va="bottom", fontsize=8, color=INK)
     drawn.suptitle(
@@ -118,11 +133,11 @@ def figure(sizes: list[Size], best: Size, tokens: int, *, training: str) -> Figu
     return drawn
 
 
-def _one(ax: Axes, title: str, values: list[float]) -> None:
+def _one(ax: Axes, title: str, values: list[float], said: list[str]) -> None:
     dress(ax, title)
     ax.bar(range(len(values)), values, 0.6, color=COLOURS[7])
-    for place, value in enumerate(values):
-        ax.text(place, value, f"{value:,.0f}", ha="center", va="bottom", fontsize=8, color=INK)
+    for place, (value, text) in enumerate(zip(values, said, strict=True)):
+        ax.text(place, value, text, ha="center", va="bottom", fontsize=8, color=INK)
 
 
 def _add(report: Report, name: str, size: Size, trained: Size, tokens: int) -> None:
