@@ -74,7 +74,8 @@ def _of_config(given: Given) -> Transition:
     parallel, rollout = config.actor.parallel, config.rollout
     if given.src:
         parallel = read_parallel(given.src, spec.num_layers, where="--src")
-    engines = EngineSizes(tp=rollout.tp, dp=rollout.dp, first_rank=rollout.first_rank)
+    ep = rollout.sglang.ep if rollout.engine == "sglang" else 1
+    engines = EngineSizes(tp=rollout.tp, dp=rollout.dp, ep=ep, first_rank=rollout.first_rank)
     if given.dst:
         engines = read_engines(given.dst, parallel.ranks, where="--dst")
     return Transition(

@@ -136,15 +136,7 @@ class Plan:
         """
         cuts = self._cuts_of(tensor, wanted[0]) if len(wanted) == 1 else None
         if cuts is not None:
-            left = []
-            for box, src_box in cuts:
-                source = self._sources.near(tensor, src_box, dst_rank)
-                if source is None and self.fanout is Fanout.NODE:
-                    left.append(box)
-                else:
-                    source = self._sources.far(tensor, src_box, dst_rank) if source is None else source
-                    yield Move(tensor, box, source, dst_rank)
-            return left
+            return (yield from self._cover_by(cuts, dst_rank, tensor))
         sources = []
         for box in self.src_index.boxes(tensor):
             if any(part.intersect(box) is not None for part in wanted):
@@ -164,6 +156,20 @@ class Plan:
                 rest.extend(part.minus(common))
             wanted = rest
         return wanted
+
+    def _cover_by(
+        self, cuts: tuple[tuple[Box, Box], ...], dst_rank: int, tensor: str
+    ) -> Generator[Move, None, list[Box]]:
+        """`_cover` where the cuts are known: each part from a holder of its source box."""
+        left = []
+        for box, src_box in cuts:
+            source = self._sources.near(tensor, src_box, dst_rank)
+            if source is None and self.fanout is Fanout.NODE:
+                left.append(box)
+            else:
+                source = self._sources.far(tensor, src_box, dst_rank) if source is None else source
+                yield Move(tensor, box, source, dst_rank)
+        return left
 
     def _crossing(self, wanted: Box, earlier: list[Box], dst_rank: int, tensor: str) -> Iterator[Move]:
         """What a rank takes across, or from the rank of its node that did, of a want that earlier ones do not cover."""
