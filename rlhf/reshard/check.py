@@ -129,6 +129,8 @@ class Known:
 
     missing: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = field(default_factory=dict)
     """Of one tensor, by ids of (all that is wanted, all that is held)."""
+    lacking: dict[tuple[tuple[Box, ...], tuple[Box, ...]], int] = field(default_factory=dict)
+    """Of one tensor, by the blocks that are wanted and held: layers are alike."""
     bounds: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[str, int]] = field(default_factory=dict)
     """Of all tensors, by ids of (all that each wanter wants, all that each holder holds)."""
     held: set[tuple[int, Box]] = field(default_factory=set)
@@ -137,6 +139,8 @@ class Known:
     """(rank that passes on, tensor, block): it takes the block across itself."""
     filled: set[tuple[int, tuple[Box, ...], tuple[Box, ...]]] = field(default_factory=set)
     """(wants of a tensor, blocks that arrive, places that echoes fill): each slot is filled once."""
+    filled_alike: set[tuple[tuple[tuple[Box, tuple[int, ...], int], ...], tuple[Box, ...]]] = field(default_factory=set)
+    """Without echoes, by the places of the wants alone: layers are alike."""
 
 
 def rank_traffic(plan: Plan, part: RankPlan, known: Known | None = None) -> RankTraffic:
@@ -184,13 +188,19 @@ def _missing(plan: Plan, wanters: Iterable[int], holders: Sequence[int], known: 
         all_holds = {id(of[tensor]): of[tensor] for of in held if tensor in of}
         key = (tuple(all_wants), tuple(all_holds))
         if key not in known.missing:
-            want_boxes = [one.box for wants in all_wants.values() for one in wants]
-            held_boxes = [one.box for holds in all_holds.values() for one in holds]
-            cells = Cells([*want_boxes, *held_boxes])
-            known.missing[key] = cells.elements((cells.count(want_boxes) > 0) & (cells.count(held_boxes) == 0))
+            want_boxes = tuple(one.box for wants in all_wants.values() for one in wants)
+            held_boxes = tuple(one.box for holds in all_holds.values() for one in holds)
+            known.missing[key] = _lacking(want_boxes, held_boxes, known)
         found[tensor] = known.missing[key]
     known.bounds[alike] = found
     return found
+
+
+def _lacking(wanted: tuple[Box, ...], held: tuple[Box, ...], known: Known) -> int:
+    if (key := (wanted, held)) not in known.lacking:
+        cells = Cells([*wanted, *held])
+        known.lacking[key] = cells.elements((cells.count(wanted) > 0) & (cells.count(held) == 0))
+    return known.lacking[key]
 
 
 def check_arrivals(plan: Plan, part: RankPlan, known: Known | None = None) -> None:
@@ -216,8 +226,12 @@ def check_arrivals(plan: Plan, part: RankPlan, known: Known | None = None) -> No
         boxes = arriving.get(tensor, [])
         places = tuple(box for one in wants for box in echoes.get((tensor, one.param), ()))
         if (key := (id(wants), tuple(boxes), places)) not in known.filled:
-            _check_tensor(tensor, wants, boxes, echoes, part.rank)
+            alike = (_places(wants), tuple(boxes))
+            if places or alike not in known.filled_alike:
+                _check_tensor(tensor, wants, boxes, echoes, part.rank)
             known.filled.add(key)
+            if not places:
+                known.filled_alike.add(alike)
 
 
 def _check_passed_on(plan: Plan, move: Move, known: Known) -> None:
@@ -257,6 +271,12 @@ def _check_tensor(
         exactly = inside.count(slots)
         assert exactly.max() <= 1, f"reshard: two blocks of {tensor} share a place in {param} on rank {rank}"
         assert (inside.count(filled) == exactly).all(), f"reshard: {param} on rank {rank} is not filled once"
+
+
+def _places(wants: Sequence[ParamLayout]) -> tuple[tuple[Box, tuple[int, ...], int], ...]:
+    """Blocks, where they start, and which share a parameter."""
+    numbers: dict[str, int] = {}
+    return tuple((one.box, one.param_start, numbers.setdefault(one.param, len(numbers))) for one in wants)
 
 
 def _first_holder(wants: Sequence[ParamLayout], box: Box) -> ParamLayout:
