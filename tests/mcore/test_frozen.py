@@ -1,5 +1,6 @@
 """Weights that training leaves alone: unchanged to the bit, in no norm, without gradient; the others as in float64."""
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,17 +27,29 @@ from tests.mcore.test_train_parity import Case, make_spec, prepare, run_case
 POLICY, VALUE = make_spec("qwen3", tied=True), make_spec("llama", tied=False)
 # The tied head with the embedding, the first layer, half of the third, one vector of the last.
 OF_POLICY = ["model.embed_tokens.weight", "model.layers.0.*", "*.2.mlp.*", "*.3.self_attn.k_norm.weight"]
+EXPERTS = replace(POLICY, family="qwen3_moe", num_experts=8, experts_per_token=3, moe_ffn_size=14, norm_topk_prob=True)
+OF_EXPERTS = ["*.0.mlp.*", "*.1.mlp.gate.weight", "*.2.mlp.experts.*.down_proj.weight", "model.norm.weight"]
 OF_VALUE = ["score.weight", "model.layers.[01].self_attn.*", "model.norm.weight"]
-LAYOUTS = (
-    ParallelConfig(tp=2, pp=2),
-    ParallelConfig(pp=2, dp=2, layers_per_stage=(1, 3)),  # the whole first stage is frozen
-    ParallelConfig(tp=4),
-    ParallelConfig(pp=2, vpp=2, dp=2),  # the whole first chunk is frozen
+CASES = (
+    ("policy", ParallelConfig(tp=2, pp=2)),
+    ("policy", ParallelConfig(pp=2, dp=2, layers_per_stage=(1, 3))),  # the whole first stage is frozen
+    ("policy", ParallelConfig(tp=4)),
+    ("policy", ParallelConfig(pp=2, vpp=2, dp=2)),  # the whole first chunk is frozen
+    ("experts", ParallelConfig(tp=2, dp=2, ep=2)),
+    ("experts", ParallelConfig(pp=2, dp=2, ep=2, layers_per_stage=(1, 3))),  # no expert of the first stage is trained
+    ("value", ParallelConfig(tp=2, pp=2)),
 )
 
 
-def frozen(spec: ModelSpec) -> frozenset[str]:
-    head, patterns = (Head.LM, OF_POLICY) if spec is POLICY else (Head.VALUE, OF_VALUE)
+MODELS = {
+    "policy": (POLICY, Head.LM, OF_POLICY),
+    "experts": (EXPERTS, Head.LM, OF_EXPERTS),
+    "value": (VALUE, Head.VALUE, OF_VALUE),
+}
+
+
+def frozen(name: str) -> frozenset[str]:
+    spec, head, patterns = MODELS[name]
     return frozen_tensors(spec, patterns, head=head, where="freeze")
 
 
@@ -50,11 +63,11 @@ def check_memory(parallel: ParallelConfig, factory: GroupFactory) -> None:
         dtype="bfloat16",
         trainable=True,
         stage=groups.pp_rank,
-        frozen=frozen(POLICY),
+        frozen=frozen("policy"),
     )
     config = ModelConfig(path="-", dtype="bfloat16")
     model = build_model(
-        POLICY, config, parallel, groups, head=Head.LM, device=cpu, seed=3, trainable=True, frozen=frozen(POLICY)
+        POLICY, config, parallel, groups, head=Head.LM, device=cpu, seed=3, trainable=True, frozen=frozen("policy")
     )
     draw_weights(model)
     optimizer = build_optimizer(model, OptimConfig(lr=0.1))
@@ -72,13 +85,12 @@ def check_memory(parallel: ParallelConfig, factory: GroupFactory) -> None:
 def check_ranks(folder: str) -> None:
     prepare_megatron(torch.device("cpu"))
     factory = GroupFactory(device_backend="gloo", timeout=timedelta(seconds=60))
-    for number, parallel in enumerate(LAYOUTS):
-        recompute = "full" if number < 2 else "none"
-        case = Case(parallel, (23, 4096, 23), recompute=recompute, frozen=frozen(POLICY))
-        check_unchanged(case, POLICY, Head.LM, Path(folder) / "policy", factory)
-        check_memory(parallel, factory)
-    case = Case(LAYOUTS[0], (4096, 23, 23), frozen=frozen(VALUE))
-    check_unchanged(case, VALUE, Head.VALUE, Path(folder) / "value", factory)
+    for number, (name, parallel) in enumerate(CASES):
+        case = Case(parallel, (23, 4096, 23), recompute="full" if number < 2 else "none", frozen=frozen(name))
+        spec, head, _ = MODELS[name]
+        check_unchanged(case, spec, head, Path(folder) / name, factory)
+        if spec is POLICY:
+            check_memory(parallel, factory)
 
 
 def check_unchanged(case: Case, spec: ModelSpec, head: Head, folder: Path, factory: GroupFactory) -> None:
@@ -93,7 +105,7 @@ def check_unchanged(case: Case, spec: ModelSpec, head: Head, folder: Path, facto
 
 @pytest.mark.dist
 def test_frozen_weights_stay_and_the_others_train_as_in_float64(tmp_path: Path) -> None:
-    for name, spec, head in (("policy", POLICY, Head.LM), ("value", VALUE, Head.VALUE)):
-        expected = prepare(tmp_path / name, spec, head, frozen(spec))
-        assert {n for n, weight in expected.end.items() if torch.equal(weight, expected.start[n])} == frozen(spec)
+    for name, (spec, head, _) in MODELS.items():
+        expected = prepare(tmp_path / name, spec, head, frozen(name))
+        assert {n for n, weight in expected.end.items() if torch.equal(weight, expected.start[n])} == frozen(name)
     run_ranks(4, check_ranks, str(tmp_path))

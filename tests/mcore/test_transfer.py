@@ -30,6 +30,9 @@ CASES = (
     ("qwen2", ParallelConfig(pp=2), ParallelConfig(tp=2, first_rank=2), Head.LM),  # other ranks; tied
     ("qwen2", ParallelConfig(tp=2, first_rank=2), ParallelConfig(pp=2, dp=2), Head.LM),
     ("qwen2", ParallelConfig(), ParallelConfig(tp=2, first_rank=1), Head.VALUE),
+    ("llama", ParallelConfig(pp=2, vpp=2), ParallelConfig(tp=2, first_rank=2), Head.VALUE),
+    ("qwen2", ParallelConfig(tp=2), ParallelConfig(pp=2, vpp=2, first_rank=1), Head.LM),
+    ("mixtral", ParallelConfig(tp=2, dp=2, ep=2), ParallelConfig(dp=2, etp=2, first_rank=1), Head.VALUE),
 )
 
 
@@ -88,7 +91,7 @@ def check_ranks(root: Path) -> None:
 
 @pytest.mark.dist
 def test_a_model_started_from_another_equals_one_that_read_the_checkpoint(tmp_path: Path) -> None:
-    for case in ("llama", "qwen2"):
+    for case in ("llama", "qwen2", "mixtral"):
         make_checkpoint(case, tmp_path / case)
     run_ranks(4, check_ranks, tmp_path)
 
