@@ -25,15 +25,17 @@ from tests.harness.ranks import run_ranks
 from tests.trainers.tiny_run import load, make_files, ranks_here
 
 ENGINES = ("rollout.tp=2", "rollout.dp=2")
-ACTOR = ("actor.parallel.tp=2", "actor.parallel.pp=2", "actor.parallel.layers_per_stage=[2,1]")
+ACTOR = ("actor.parallel.tp=2", "actor.parallel.pp=2", "actor.parallel.layers_per_stage=[3,1]")
+CHUNKED = ("actor.parallel.tp=2", "actor.parallel.pp=2", "actor.parallel.vpp=2")
 CRITIC = ("critic.parallel.tp=4",)
 APART = (*ENGINES, *ACTOR, *CRITIC, "reference.parallel.dp=2", "reference.parallel.first_rank=4")
-TOGETHER = (*ENGINES, *ACTOR, *CRITIC, "reference.parallel.dp=6")
+TOGETHER = (*ENGINES, *CHUNKED, *CRITIC, "reference.parallel.dp=6")
 OTHER = (  # rows are owned by other ranks than above; weights are stale when a step ends
     *(f"{role}.optim.overlap_{what}=true" for role in ("actor", "critic") for what in ("grad_reduce", "param_gather")),
     *("rollout.dp=3", "rollout.first_rank=2"),
     *("actor.parallel.dp=3", "critic.parallel.pp=3", "critic.parallel.first_rank=3"),
     *("reference.parallel.tp=2", "reference.parallel.pp=3"),
+    *("critic.parallel.layers_per_stage=[1,2,1]", "reference.parallel.layers_per_stage=[2,1,1]"),
     *("critic.model.init=actor", "reference.model.init=actor"),  # not read from the checkpoint as above
 )
 
@@ -82,7 +84,10 @@ def _same_run(a: Run, b: Run) -> None:
             one.old_logprobs.values, one.scored.rollout.rollout_logprobs.values, atol=1e-4, rtol=0
         )
     one, two = a.state, b.state
-    assert replace(one, returns=NOTHING_YET, kl_coef=1.0) == replace(two, returns=NOTHING_YET, kl_coef=1.0)
+    summed = {"rewards": NOTHING_YET, "returns": NOTHING_YET, "kl_coef": 1.0}  # over owners, in an order of theirs
+    assert replace(one, **summed) == replace(two, **summed)
+    assert one.rewards.count == two.rewards.count
+    assert (one.rewards.mean, one.rewards.std) == pytest.approx((two.rewards.mean, two.rewards.std), rel=1e-9)
     assert one.returns.count == two.returns.count
     assert (one.returns.mean, one.returns.std) == pytest.approx((two.returns.mean, two.returns.std), rel=1e-2)
     assert one.kl_coef == pytest.approx(two.kl_coef, rel=2e-3)
@@ -267,5 +272,5 @@ def _all_checks(folder: Path) -> None:
 @pytest.mark.dist
 @pytest.mark.slow
 def test_layouts_and_pools_do_not_change_a_run_and_the_engine_follows_the_trainer(tmp_path: Path) -> None:
-    make_files(tmp_path)
+    make_files(tmp_path, num_layers=4)
     run_ranks(6, _all_checks, tmp_path)

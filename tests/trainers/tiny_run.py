@@ -39,15 +39,15 @@ def count_low_bytes(record: PromptRecord, text: str) -> float:
     return sum(ord(c) < 64 for c in text) / max(1, len(text)) + 0.01 * len(record.text)
 
 
-def make_files(folder: Path) -> None:
-    """A random model with 4 KV heads and 3 layers, and a file of prompts of uneven lengths."""
+def make_files(folder: Path, *, num_layers: int = 3) -> None:
+    """A random model with 4 KV heads, and a file of prompts of uneven lengths."""
     tokenizer = tiny_tokenizer(folder / "model")
     torch.manual_seed(3)
     config = transformers.Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=40,
         intermediate_size=56,
-        num_hidden_layers=3,
+        num_hidden_layers=num_layers,
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=12,
