@@ -78,6 +78,10 @@ def test_experts_of_a_layer_stay_or_train_together() -> None:
     ):
         with pytest.raises(ConfigError, match=rf"{stays}.weight is frozen, \S*{trains}.weight is not; ranks hold"):
             frozen_tensors(spec, patterns, head=Head.LM, where="x")
+    with pytest.raises(
+        ConfigError, match=r"experts.0.w1.weight is frozen, \S*experts.0.w3.weight is not; Megatron holds"
+    ):
+        frozen_tensors(spec, ["*.w1.weight"], head=Head.LM, where="x")
 
 
 def test_biases_alone_can_stay() -> None:

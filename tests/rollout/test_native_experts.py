@@ -13,6 +13,7 @@ from rlhf.reshard.plan import make_plan
 from rlhf.reshard.topology import Topology
 from rlhf.rollout.native.ffn import Experts
 from rlhf.rollout.native.layout import native_layout
+from rlhf.rollout.native.linear import ROW_STEP, Linear
 from tests.reshard.threads import run_plan
 from tests.reshard.toy import empty_params, filled_params
 from tests.rollout.tiny import hf_model, hub_weights, make_engine, prompts
@@ -56,6 +57,25 @@ def test_a_row_is_the_weighed_sum_of_its_experts_whatever_the_others_are(divide:
     if dtype is torch.float32:  # to the bit, as with packed weights on this CPU
         for rows in (slice(0, 8), slice(16, 40), torch.randperm(40, generator=generator)):
             assert torch.equal(experts(hidden[rows]), found[rows])
+
+
+def test_every_product_has_a_multiple_of_the_rows_that_make_results_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    product = Linear.__call__
+
+    def counted(linear: Linear, hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(len(hidden))
+        return product(linear, hidden)
+
+    monkeypatch.setattr(Linear, "__call__", counted)
+    spec = spec_of(hf_model("qwen3_moe").config.to_dict(), where="tiny")
+    count, generator = spec.num_experts, torch.Generator().manual_seed(3)
+    router, gate_up, down, hidden = (
+        torch.randn(*shape, generator=generator) for shape in ((count, H), (count * 2 * F, H), (count * H, F), (24, H))
+    )
+    Experts(spec, router, gate_up, down)(hidden)
+    assert len(seen) > 3
+    assert not [rows for rows in seen if rows % ROW_STEP]
 
 
 @pytest.mark.parametrize(

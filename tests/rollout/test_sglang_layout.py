@@ -110,9 +110,9 @@ def test_an_expert_lies_as_one_block_of_gate_above_up():
     ("name", "sizes", "named"),
     [
         ("llama", Sizes(3), r"rollout\.tp: 3 given for num_heads = 4"),
-        ("llama", Sizes(2, 2), r"rollout\.ep: 2 given for rollout\.tp = 2 and 0 experts"),
-        ("qwen3_moe", Sizes(4, 4), r"rollout\.ep: 4 given for rollout\.tp = 4 and 6 experts"),
-        ("qwen3_moe", Sizes(2, 3), r"rollout\.ep: 3 given for rollout\.tp = 2"),
+        ("llama", Sizes(2, 2), r"rollout\.sglang\.ep: 2 given for rollout\.tp = 2 and 0 experts"),
+        ("qwen3_moe", Sizes(4, 4), r"rollout\.sglang\.ep: 4 given for rollout\.tp = 4 and 6 experts"),
+        ("qwen3_moe", Sizes(2, 3), r"rollout\.sglang\.ep: 3 given for rollout\.tp = 2"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_by_name(name, sizes, named):

@@ -79,8 +79,8 @@ def check_sizes(spec: ModelSpec, sizes: Sizes) -> None:
         )
     if tp % ep or (ep > 1 and spec.num_experts % ep) or (ep > 1 and not spec.num_experts):
         raise LayoutError(
-            f"rollout.ep: {ep} given for rollout.tp = {tp} and {spec.num_experts} experts; needs a divisor of both; "
-            "change rollout.ep"
+            f"rollout.sglang.ep: {ep} given for rollout.tp = {tp} and {spec.num_experts} experts; needs a divisor of "
+            "both; change rollout.sglang.ep"
         )
     what, size, share = ("ffn_size", spec.ffn_size, tp)
     if spec.num_experts:
