@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
+
 from rlhf.data.record import PromptRecord
 from tests.scripts.launched import REPO
 from tests.trainers.tiny_run import make_files
@@ -39,6 +42,7 @@ def test_a_run_leaves_true_records_and_moves_an_earlier_one_aside(tmp_path: Path
         tmp_path,
         *("reward.function=tests.test_train:fails_on_odd_answers", "eval.every_steps=2", "ppo.critic_warmup_steps=1"),
         *("ppo.epochs=2", "ppo.kl_estimator=k3", "eval.solved_at=3", f"save_hf={tmp_path}/hf"),
+        *("actor.freeze=[model.layers.0.*]", "critic.model.init=actor", "reference.model.init=actor"),
         "rollout.engine=rlhf.rollout.native.engine:NativeEngine",  # as another engine is named
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -68,7 +72,12 @@ def test_a_run_leaves_true_records_and_moves_an_earlier_one_aside(tmp_path: Path
     )
     assert json.loads((run / "summary.json").read_text())["steps"] == 3
     assert f"model       {tmp_path}/hf" in done.stdout
-    assert (tmp_path / "hf" / "model.safetensors").exists()
+    assert "critic from the actor: reshard certificate: 1 ranks, moved 0.00 MiB" in done.stdout
+
+    assert metrics[3]["mismatch/max"] < 1e-4  # the engine got what training had changed
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "hf"))
+    same = {name for name, weight in after.items() if torch.equal(weight, before[name])}
+    assert same == {name for name in after if name.startswith("model.layers.0.")}
 
 
 def test_faults_of_settings_and_files_are_told_together(tmp_path: Path) -> None:
