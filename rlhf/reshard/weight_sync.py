@@ -24,7 +24,7 @@ from rlhf.reshard.topology import Fanout, Link, Topology
 from rlhf.reshard.transport import GroupTransport
 from rlhf.reshard.turn import EVERYTHING, SLICES, Turn
 from rlhf.reshard.verify import Comparison, Mismatch, Verify
-from rlhf.reshard.windows import WindowSink
+from rlhf.reshard.windows import WindowSink, check_direct
 
 DEFAULT_BUCKET_BYTES = 64 * 2**20
 """Large enough for gloo's best rate (64 MiB), small beside a shard."""
@@ -67,6 +67,8 @@ class WeightSync:
         self.certificate: Certificate | None = None
         """Of a complete transfer; None on a rank of neither pool."""
         self._way: _Way | None = None
+        if windowed:
+            check_direct(fanout)
         if group is None:
             make_plan(src, dst, topology, fanout=fanout)  # refuses what the others refuse
         else:

@@ -96,11 +96,7 @@ class Windows:
 
     def __init__(self, plan: Plan, window_bytes: int, tensors: Collection[str] | None = None) -> None:
         """`tensors`: those that are transferred; None: all."""
-        if plan.fanout is not Fanout.DIRECT:
-            raise LayoutError(
-                f"reshard: fanout {plan.fanout.value} for engines in processes of their own; needs direct, since what "
-                "was handed to such a process cannot be passed on; set sync.fanout=direct"
-            )
+        check_direct(plan.fanout)
         self._plan, self._tensors = plan, tensors
         self._max = max(1, window_bytes // plan.src.item_bytes)
         self._alone = ALONE_BYTES // plan.src.item_bytes
@@ -122,9 +118,10 @@ class Windows:
 
     def messages(self, part: RankPlan) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
         """One rank's (receives, sends), each in the order of the job: by number of the destination's window."""
-        receives = [one for one in self._messages_into(part.rank) if one.src_rank != part.rank]
+        sources = sorted({move.src_rank for move in part.receives})
         takers = sorted({move.dst_rank for move in part.sends})
-        sends = [one for taker in takers for one in self._messages_into(taker) if one.src_rank == part.rank]
+        receives = [one for source in sources for one in self._between(source, part.rank)]
+        sends = [one for taker in takers for one in self._between(part.rank, taker)]
         for messages, moves in ((receives, part.receives), (sends, part.sends)):
             assert sum(m.num_elements for m in messages) == sum(m.box.num_elements for m in moves)
         return tuple(sorted(receives, key=lambda m: m.key)), tuple(sorted(sends, key=lambda m: m.key))
@@ -146,61 +143,58 @@ class Windows:
     def _cut(self, moves: Sequence[Move]) -> Iterator[Window]:
         """Every source's moves, in the order of the model, are spread evenly over the windows."""
         most = max(1, self._max // PIECES_A_WINDOW)
-        of_source: dict[int, list[Move]] = {}
+        of_source: dict[int, list[_Sized]] = {}
         for move in sorted(moves, key=lambda m: (self._plan.order[m.tensor], m.box.spans)):
-            cut = (replace(move, box=box) for box in split(move.box, most))
-            of_source.setdefault(move.src_rank, []).extend(cut)
-        steps = max(1, sum(move.box.num_elements for move in moves) // most)
-        placed = []
+            of_source.setdefault(move.src_rank, []).extend(_parts(move, most))
+        sums = {src: sum(size for _, size in parts) for src, parts in of_source.items()}
+        steps = max(1, sum(sums.values()) // most)
+        placed: list[tuple[int, int, int, _Sized]] = []
         for src, parts in of_source.items():
-            total, before = sum(part.box.num_elements for part in parts), 0
+            turn, before = self._turn(src, moves[0].dst_rank), 0
             for at, part in enumerate(parts):
-                placed.append((before * steps // total, self._turn(src, part.dst_rank), at, part))
-                before += part.box.num_elements
+                placed.append((before * steps // sums[src], turn, at, part))
+                before += part[1]
         placed.sort(key=lambda entry: entry[:3])
-        now: list[Move] = []
+        now: list[_Sized] = []
         number, filled = 0, 0
         for _, _, _, part in placed:
-            if now and filled + part.box.num_elements > self._max:
+            if now and filled + part[1] > self._max:
                 yield self._window(number, now)
                 now, number, filled = [], number + 1, 0
             now.append(part)
-            filled += part.box.num_elements
+            filled += part[1]
         if now:
             yield self._window(number, now)
 
-    def _window(self, number: int, moves: Sequence[Move]) -> Window:
+    def _window(self, number: int, parts: Sequence["_Sized"]) -> Window:
         placed, at = [], 0
-        for move in sorted(moves, key=lambda m: self._turn(m.src_rank, m.dst_rank)):  # stable
+        for move, size in sorted(parts, key=lambda part: self._turn(part[0].src_rank, part[0].dst_rank)):  # stable
             placed.append(Piece(move, at))
-            at += move.box.num_elements
+            at += size
         return Window(number, tuple(placed), at)
 
     def _turn(self, src: int, dst: int) -> int:
         """Ranks take turns as each other's peers; a rank comes first with what it gives to itself."""
         return (self._place[dst] - self._place[src]) % len(self._place)
 
-    def _messages_into(self, dst_rank: int) -> Iterator[Message]:
-        """Pieces of one source that lie together, joined; a large one alone, so that it need not be packed."""
-        numbers: dict[int, int] = {}
+    def _between(self, src_rank: int, dst_rank: int) -> Iterator[Message]:
+        """A source's pieces in each window, joined; a large one alone, so that it need not be packed."""
+        turn, number = self._turn(src_rank, dst_rank), 0
         for window in self.of(dst_rank):
-            joined: list[list[Move]] = []
-            for piece in window.pieces:
-                move = piece.move
-                is_large = move.box.num_elements >= self._alone
-                last = joined[-1] if joined else []
-                if not last or is_large or last[-1].src_rank != move.src_rank or self._is_large(last[-1]):
-                    joined.append([move])
+            joined: list[tuple[list[Move], int]] = []
+            is_open = False
+            for move in (piece.move for piece in window.pieces if piece.move.src_rank == src_rank):
+                size = move.box.num_elements
+                is_large = size >= self._alone
+                if is_open and not is_large:
+                    moves, filled = joined.pop()
+                    joined.append(([*moves, move], filled + size))
                 else:
-                    last.append(move)
-            for moves in joined:
-                src = moves[0].src_rank
-                key = (window.number, self._turn(src, dst_rank), src, False, numbers.setdefault(src, 0))
-                numbers[src] += 1
-                yield Message(src, dst_rank, tuple(moves), sum(m.box.num_elements for m in moves), key)
-
-    def _is_large(self, move: Move) -> bool:
-        return move.box.num_elements >= self._alone
+                    joined.append(([move], size))
+                is_open = not is_large
+            for moves, filled in joined:
+                yield Message(src_rank, dst_rank, tuple(moves), filled, (window.number, turn, src_rank, False, number))
+                number += 1
 
 
 class Windowed:
@@ -268,6 +262,26 @@ class Windowed:
         while self._num_handed < self._num_owned and not self._coming[self._num_handed]:
             self._sink.hand_over(self._num_handed)
             self._num_handed += 1
+
+
+_Sized = tuple[Move, int]
+"""A move with its number of elements."""
+
+
+def _parts(move: Move, most: int) -> list[_Sized]:
+    size = move.box.num_elements
+    if size <= most:
+        return [(move, size)]
+    return [(replace(move, box=box), box.num_elements) for box in split(move.box, most)]
+
+
+def check_direct(fanout: Fanout) -> None:
+    """Raise LayoutError for a fanout by which ranks pass on what they have handed to another process."""
+    if fanout is not Fanout.DIRECT:
+        raise LayoutError(
+            f"reshard: fanout {fanout.value} for engines in processes of their own; needs direct, since what was "
+            "handed to such a process cannot be passed on; set sync.fanout=direct"
+        )
 
 
 def _bucket(messages: Sequence[Message], incoming: set[int]) -> Bucket:

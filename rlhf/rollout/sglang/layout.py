@@ -168,7 +168,10 @@ def check_table(
         LayoutError: The first difference: what was found, what is needed.
     """
     expected = param_shapes(spec, sizes)
-    advice = "run the SGLang that this version was made for, on the model folder of the actor, with the same tp and ep"
+    advice = (
+        "run the SGLang that this version was made for, with the same tp and ep; on CPUs, where it pads MLPs to a "
+        "multiple of 32 a rank and heads to a multiple of tp, choose a tp that needs no padding"
+    )
     for name, shape in expected.items():
         if name not in table:
             raise LayoutError(f"{where}: the engine has no parameter {name}; needs one of shape {shape}; {advice}")

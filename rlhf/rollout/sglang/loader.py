@@ -5,6 +5,7 @@ model's own names, shapes and dtypes, casts nothing, counts what was filled, and
 model as a torch module only, so it also runs without SGLang.
 """
 
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ class Loading:
         self._channel: Channel = knock(door, peer="the rank of this scheduler")
         self._regions: tuple[Tensor, ...] = ()
         self._coming: dict[str, Coming] = {}
+        self._fits: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {}
+        """Table of the model that a manifest was found to fit."""
         self._transfer: _Transfer | None = None
         self._has_all = False
 
@@ -95,12 +98,16 @@ class Loading:
     def _attach(self, told: Mapping[str, Any]) -> None:
         fd = self._channel.receive_fd() if told["has_fd"] else None
         self._regions = attach(told["regions"], fd)
+        if fd is not None:
+            os.close(fd)  # the mapping stays
 
     def _begin(self, told: Mapping[str, Any]) -> None:
         """A manifest comes once; later transfers name it."""
+        number = told["id"]
         if "manifest" in told:
-            self._coming[told["id"]] = read_manifest(told["manifest"])
-        coming = self._coming[told["id"]]
+            self._coming[number] = read_manifest(told["manifest"])
+            self._fits.pop(number, None)
+        coming = self._coming[number]
         if told["anew"]:
             self._has_all = False
         if not coming.complete and not self._has_all:
@@ -109,7 +116,13 @@ class Loading:
                 "complete transfer first, after a start, a release of memory or a failure"
             )
         check_unpacked(self._model)
-        self._transfer = _Transfer(coming, own_params(self._model))
+        params, described = own_params(self._model), table(self._model)
+        if self._fits.get(number) != described:  # it need not be worked out again while the model stays as it is
+            check_held(coming, params)
+            if coming.complete:
+                check_covered(coming)
+            self._fits[number] = described
+        self._transfer = _Transfer(coming, params)
         if coming.complete:
             self._has_all = False  # until the end of it
 
@@ -120,9 +133,6 @@ class _Transfer:
     def __init__(self, coming: Coming, params: Mapping[str, Tensor]) -> None:
         self.coming = coming
         self._params = params
-        check_held(coming, params)
-        if coming.complete:
-            check_covered(coming)
         self._is_loaded = [False] * len(coming.windows)
         self._has_finished = False
 
