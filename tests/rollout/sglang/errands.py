@@ -44,3 +44,64 @@ class Hangs:
         import time
 
         time.sleep(3600)
+
+
+@dataclass(frozen=True)
+class Poison:
+    """Make every element of every parameter NaN; returns how many there are."""
+
+    def run(self, model: torch.nn.Module) -> int:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(torch.nan)
+        return sum(param.numel() for param in model.parameters())
+
+
+@dataclass(frozen=True)
+class Built:
+    """SGLang's own model of a config, as one rank of an engine of these sizes has it, filled by SGLang's own loader.
+
+    Every element of the checkpoint has a value of its own (`full_tensors`).
+    """
+
+    config: dict[str, object]
+    shapes: dict[str, tuple[int, ...]]
+    """By the names of hub checkpoints."""
+    tp: int
+    ep: int
+    rank: int
+
+    def run(self, model: torch.nn.Module) -> bytes:
+        """Pickled parameters: between processes that share no key, tensors do not travel by themselves."""
+        import pickle
+        from types import SimpleNamespace
+
+        import transformers
+        from sglang.srt.models.registry import ModelRegistry
+        from sglang.srt.runtime_context import get_parallel
+
+        from tests.reshard.toy import full_tensors
+
+        def group(rank: int, size: int) -> SimpleNamespace:
+            """Of a rank that talks to nobody."""
+            ends = {"is_first_rank": rank == 0, "is_last_rank": rank == size - 1}
+            return SimpleNamespace(rank_in_group=rank, world_size=size, cpu_group=None, device_group=None, **ends)
+
+        kind, _ = ModelRegistry.resolve_model_cls(self.config["architectures"])
+        moe_tp = self.tp // self.ep
+        places = {
+            "pp": (0, 1),
+            "tp": (self.rank, self.tp),
+            "attn_tp": (self.rank, self.tp),
+            "moe_ep": (self.rank // moe_tp, self.ep),
+            "moe_tp": (self.rank % moe_tp, moe_tp),
+        }
+        parts = {f"{axis}_rank": rank for axis, (rank, _) in places.items()}
+        parts |= {f"{axis}_size": size for axis, (_, size) in places.items()}
+        parts |= {f"{axis}_group": group(*place) for axis, place in places.items()}
+        with get_parallel().override(**parts):
+            made = kind(transformers.AutoConfig.for_model(**self.config))
+            for param in made.parameters():
+                param.data.fill_(torch.nan)
+            made.load_weights(full_tensors(self.shapes).items())
+        return pickle.dumps({name: param.detach().clone() for name, param in made.named_parameters()})
