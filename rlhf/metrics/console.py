@@ -49,6 +49,7 @@ COLUMNS = (
     Column("grad norm", "actor/grad_norm", ".2f"),
     Column("grad norm", "sft/grad_norm", ".2f"),
     Column("mismatch", "mismatch/max", ".1e"),
+    Column("moved/bound", "sync/bytes_over_bound", ".3f"),
     Column("tok/s", "rate/tokens_per_s", ",.0f"),
     Column("s/step", time_name("step"), ".2f"),
 )

@@ -1,9 +1,10 @@
 """One rank's way through a plan, ready to run: cut into buckets once for each set of tensors, then kept."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from rlhf.errors import LayoutError
 from rlhf.reshard.bucket import Bucket, Message, buckets_of, messages_of
 from rlhf.reshard.check import Known, far_bounds, lower_bounds
 from rlhf.reshard.layout import ModelLayout
@@ -64,6 +65,16 @@ class Routes:
         self._bounds: Mapping[str, int] = lower_bounds(plan, rank, known)
         self._far_bounds: Mapping[str, int] = far_bounds(plan, rank, known)
         self._cut: dict[frozenset[str] | None, Route] = {}
+
+    def known(self, tensors: Collection[str]) -> frozenset[str]:
+        """The given names as a set; raises LayoutError if one is of no tensor."""
+        unknown = sorted(set(tensors) - self.plan.order.keys())
+        if unknown:
+            raise LayoutError(
+                f"reshard: changed tensor {unknown[0]} is in neither layout; needs names of logical tensors, such as "
+                f"{next(iter(self.plan.order))}"
+            )
+        return frozenset(tensors)
 
     def route(self, tensors: frozenset[str] | None = None) -> Route:
         """For the given tensors only; None: for all."""

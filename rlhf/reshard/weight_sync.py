@@ -257,7 +257,7 @@ class _Way:
         try:
             src = LocalParams(self._plan.src_index, self._rank, src_params, side="source")
             dst = endpoint(self._routes, self._rank, dst_params)
-            chosen = None if changed is None else self._known(changed)
+            chosen = None if changed is None else self._routes.known(changed)
         except LayoutError:
             self._numbers.gather([1, 0, 0, 0], "agree")
             raise
@@ -279,15 +279,6 @@ class _Way:
                 "moved; needs one set on every rank; derive it from what all ranks know"
             )
         return src, dst, self._routes.route(chosen), False
-
-    def _known(self, changed: Collection[str]) -> frozenset[str]:
-        unknown = sorted(set(changed) - self._plan.order.keys())
-        if unknown:
-            raise LayoutError(
-                f"reshard: changed tensor {unknown[0]} is in neither layout; needs names of logical tensors, such as "
-                f"{next(iter(self._plan.order))}"
-            )
-        return frozenset(changed)
 
     def _compare_ends(self, route: Route) -> None:
         """Raise WeightSyncError unless both ends of every pair of ranks have the same messages in mind."""
