@@ -277,6 +277,7 @@ def _weight_sync(config: PPORunConfig, site: Site) -> WeightSync | None:
         bucket_bytes=config.sync.bucket_bytes,
         windowed=rollout.engine == "sglang",
         fanout=Fanout(config.sync.fanout),
+        near=config.sync.near,
         verify=Verify(config.sync.verify),
         engines=_engine_ranks(rollout),
         span=site.span,

@@ -69,6 +69,8 @@ class SyncConfig:
     fanout: str = "direct"
     """direct: each rank takes what it needs across nodes by itself; node: each block crosses into a node once, and one
     of the node's ranks passes it on to the others."""
+    near: bool = True
+    """On CPUs, let ranks of one machine read each other's memory where the system allows it, not sockets."""
     verify: str = "sample"
     """What is compared after each transfer, by checksums of the weights on both sides: all; sample: a twentieth of
     every tensor, another each time, so that a wrong bit that stays is found within 20 (all after the first transfer

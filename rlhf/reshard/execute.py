@@ -173,7 +173,7 @@ class _Transfer:
             if place is None:
                 for move, flat in _cut(message, data):
                     flat.copy_(self._read(move))
-            yield Parcel(message.dst_rank, data)
+            yield Parcel(message.dst_rank, data, stable=place is not None)
 
     def _ready(self, message: Message, device: torch.device) -> Tensor | None:
         """A message to send as it lies there, when nothing need be packed."""

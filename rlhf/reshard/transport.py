@@ -20,6 +20,8 @@ class Parcel:
 
     peer: int
     data: Tensor
+    stable: bool = False
+    """Sent from where it stays as it is until all ranks are done with the whole transfer."""
 
 
 class Pending(Protocol):
@@ -50,7 +52,9 @@ class Traffic:
 class Transport(Protocol):
     """Moves parcels between this rank and others. Parcels of one pair arrive in the order in which they were posted."""
 
-    traffic: Traffic
+    @property
+    def traffic(self) -> Traffic:
+        """What has passed so far."""
 
     def post(self, receives: Sequence[Parcel], sends: Iterable[Parcel]) -> Pending:
         """Start receiving into, and sending from, the given tensors.

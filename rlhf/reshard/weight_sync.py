@@ -15,13 +15,14 @@ from rlhf.reshard.check import Certificate, RankTraffic, check_arrivals, rank_tr
 from rlhf.reshard.endpoint import Endpoint, endpoint
 from rlhf.reshard.execute import LocalParams, execute
 from rlhf.reshard.layout import ModelLayout
+from rlhf.reshard.near import near_transport
 from rlhf.reshard.numbers import GroupNumbers
 from rlhf.reshard.plan import make_plan
 from rlhf.reshard.quarantine import Engine, OnMismatch, Quarantine
 from rlhf.reshard.routes import Route, RouteCache, Routes, digest
 from rlhf.reshard.stats import NOTHING_MOVED, RankShare, ReshardStats
 from rlhf.reshard.topology import Fanout, Link, Topology
-from rlhf.reshard.transport import GroupTransport
+from rlhf.reshard.transport import GroupTransport, Transport
 from rlhf.reshard.turn import EVERYTHING, SLICES, Turn
 from rlhf.reshard.verify import Comparison, Mismatch, Verify
 from rlhf.reshard.windows import WindowSink, check_direct
@@ -39,8 +40,9 @@ class WeightSync:
     checksums taken from the parameters of both sides, as far as `verify` says; `on_mismatch` says what follows a
     difference, for the `engines` concerned (destination ranks that are right or wrong together; default: each by
     itself). With `windowed`, the same on every rank, the destination's parameters are those of other processes, each
-    behind a `WindowSink`. Transfers made with one `cache`, on every rank alike, share plan and buffers when their
-    layouts say the same; they must not run at the same time.
+    behind a `WindowSink`. With `near`, ranks of one machine on CPUs read each other's memory where the system lets them
+    (`near.py`). Transfers made with one `cache`, on every rank alike, share plan and buffers when their layouts say the
+    same; they must not run at the same time.
 
     Raises:
         LayoutError: The layouts do not fit each other (named, the same on every rank).
@@ -58,6 +60,7 @@ class WeightSync:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         fanout: Fanout = Fanout.DIRECT,
         windowed: bool = False,
+        near: bool = True,
         verify: Verify = Verify.SAMPLE,
         on_mismatch: OnMismatch = OnMismatch.STOP,
         engines: Sequence[Engine] = (),
@@ -78,7 +81,7 @@ class WeightSync:
             )
             quarantine = Quarantine(on_mismatch, engines or [(rank,) for rank in dst.ranks])
             device = device or torch.device("cpu")
-            self._way = _Way(routes, group, device, verify=verify, quarantine=quarantine, span=span)
+            self._way = _Way(routes, group, device, near=near, verify=verify, quarantine=quarantine, span=span)
             self.certificate = self._way.certify()
 
     def update_weights(
@@ -126,6 +129,7 @@ class _Way:
         group: ProcessGroup,
         device: torch.device,
         *,
+        near: bool,
         verify: Verify,
         quarantine: Quarantine,
         span: SpanFn,
@@ -142,7 +146,10 @@ class _Way:
                 f"reshard: the group holds ranks {sorted(dist.get_process_group_ranks(group))}; needs the ranks of "
                 f"both pools, {list(self._plan.ranks)}; make the group from the two layouts"
             )
-        self._transport = GroupTransport(group, self._plan.topology)
+        self._transport: Transport = GroupTransport(group, self._plan.topology)
+        if near:
+            topology, gather = self._plan.topology, self._numbers.gather
+            self._transport = near_transport(self._transport, group, topology, device, gather)
 
     def certify(self) -> Certificate:
         """Prove this rank's part, compare both ends of every pair, and gather all ranks' traffic. Collective."""

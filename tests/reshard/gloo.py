@@ -11,6 +11,7 @@ from rlhf.dist.groups import GroupFactory
 from rlhf.errors import LayoutError, WeightSyncError
 from rlhf.reshard.execute import execute
 from rlhf.reshard.layout import ModelLayout
+from rlhf.reshard.near import NearTransport, find_near_peers
 from rlhf.reshard.topology import Fanout, Link, Topology
 from rlhf.reshard.transport import GroupTransport, Parcel
 from rlhf.reshard.verify import Verify
@@ -27,10 +28,17 @@ def as_table(layout: ModelLayout) -> ModelLayout:
 
 
 def three_syncs(
-    src: ModelLayout, dst: ModelLayout, topology: Topology, factory: GroupFactory, bucket: int, fanout: Fanout
+    src: ModelLayout,
+    dst: ModelLayout,
+    topology: Topology,
+    factory: GroupFactory,
+    bucket: int,
+    fanout: Fanout,
+    *,
+    near: bool,
 ) -> None:
     group = factory.cpu_group([tuple(sorted({*src.ranks, *dst.ranks}))])
-    sync = WeightSync(src, dst, topology=topology, group=group, bucket_bytes=bucket, fanout=fanout)
+    sync = WeightSync(src, dst, topology=topology, group=group, bucket_bytes=bucket, fanout=fanout, near=near)
     rank = dist.get_rank()
     assert (sync.certificate is None) == (group is None)
     if sync.certificate is not None:
@@ -64,7 +72,8 @@ def several_pools(world: int, pairs: Mapping[str, Pair]) -> None:
     for number, (src, dst) in enumerate(pairs.values()):
         topology = Topology.blocks(world, ranks_per_node=(2, 4, 8)[number % 3])
         for bucket in (200, 1 << 20):
-            three_syncs(src, dst, topology, factory, bucket, Fanout.NODE if bucket == 200 else Fanout.DIRECT)
+            fanout = Fanout.NODE if bucket == 200 else Fanout.DIRECT
+            three_syncs(src, dst, topology, factory, bucket, fanout, near=bool(number % 2))
     damage_shows(world, factory, pairs.values())
     refusals(world, factory, *next(iter(pairs.values())))
     ring(world, factory)
@@ -96,19 +105,35 @@ def damage_shows(world: int, factory: GroupFactory, pairs: Iterable[Pair]) -> No
 
 
 def ring(world: int, factory: GroupFactory) -> None:
-    """Each rank sends two parcels to the next; one by one as over gloo, and fused as over NCCL."""
+    """Each rank sends parcels both ways: over gloo, fused as over NCCL, read from memory inside a node."""
     rank, topology = dist.get_rank(), Topology.blocks(world, ranks_per_node=2)
-    for fused in (False, True):
-        transport = GroupTransport(factory.cpu_group([tuple(range(world))]), topology)
-        transport._batched = fused
-        landing = [torch.zeros(3), torch.zeros(5)]
-        before, after = (rank - 1) % world, (rank + 1) % world
-        sends = (Parcel(after, torch.full((size,), float(10 * rank + size))) for size in (3, 5))
-        transport.post([Parcel(before, data) for data in landing], sends).wait()
-        assert [data.tolist() for data in landing] == [[10.0 * before + size] * size for size in (3, 5)]
-        near, far = (Link.SAME_NODE, Link.ACROSS_NODES) if rank % 2 else (Link.ACROSS_NODES, Link.SAME_NODE)
-        assert transport.traffic.received[near] == transport.traffic.sent[far] == 4 * (3 + 5)
-        assert transport.traffic.received[far] == transport.traffic.sent[near] == 0
+    group = factory.cpu_group([tuple(range(world))])
+
+    def gather(numbers: list[int]) -> list[list[int]]:
+        rows: list[list[int]] = [[] for _ in range(world)]
+        dist.all_gather_object(rows, numbers, group=group)
+        return rows
+
+    before, after = (rank - 1) % world, (rank + 1) % world
+    peers = find_near_peers(range(world), rank, topology, gather)
+    assert set(peers.readable) == peers.readers == {before if rank % 2 else after}
+    for kind in ("gloo", "fused", "near"):
+        transport = plain = GroupTransport(group, topology)
+        plain._batched = kind == "fused"
+        if kind == "near":
+            transport = NearTransport(plain, group, peers)
+        landing = [(peer, size, torch.zeros(size)) for peer in (before, after) for size in (3, 5)]
+        sends = (
+            Parcel(peer, torch.full((size,), float(100 * rank + 10 * peer + size)))
+            for peer in (before, after)
+            for size in (3, 5)
+        )
+        transport.post([Parcel(peer, data) for peer, _, data in landing], sends).wait()
+        for peer, size, data in landing:
+            assert data.tolist() == [100.0 * peer + 10 * rank + size] * size
+        traffic = transport.traffic
+        for link in (Link.SAME_NODE, Link.ACROSS_NODES):
+            assert traffic.received[link] == traffic.sent[link] == 4 * (3 + 5)
 
 
 def refusals(world: int, factory: GroupFactory, src: ModelLayout, dst: ModelLayout) -> None:
