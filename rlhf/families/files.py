@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlhf.errors import CheckpointError
-from rlhf.families.folder import SINGLE_FILE, damaged, weight_files
+from rlhf.families.folder import SINGLE_FILE, check_shape, damaged, lacking, weight_files
 from rlhf.families.spec import LogicalTensor
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -39,9 +39,7 @@ class HfFolder:
             CheckpointError: No file does.
         """
         if name not in self._file_of:
-            raise CheckpointError(
-                f"{self.folder}: no tensor {name}; needs it for this model; check that model.path is complete"
-            )
+            raise lacking(self.folder, name)
         return self.folder / self._file_of[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -83,11 +81,7 @@ class HfFolder:
         """Raise CheckpointError unless each tensor is there, of its shape and of a floating dtype (headers only)."""
         for tensor in tensors:
             self.dtype(tensor.name)
-            if (found := self.shape(tensor.name)) != tensor.shape:
-                raise CheckpointError(
-                    f"{self.file_of(tensor.name)}: {tensor.name} has shape {found}; needs {tensor.shape}; "
-                    "check that config.json belongs to these weights"
-                )
+            check_shape(self.file_of(tensor.name), tensor, self.shape(tensor.name))
 
     def _handle(self, file: str) -> safe_open:
         if file not in self._handles:

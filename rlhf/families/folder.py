@@ -1,12 +1,14 @@
 """Which folder `model.path` means, and whether its weights are all there, from names and headers. Imports no torch."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from rlhf.errors import CheckpointError
 from rlhf.families.registry import read_json
+from rlhf.families.spec import LogicalTensor, Part
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -65,14 +67,37 @@ def weight_files(folder: Path) -> dict[str, str]:
     return _read_index(folder)
 
 
-def check_whole(folder: Path) -> None:
-    """Raise CheckpointError unless every weight file of the folder is there and as long as its header says."""
+def check_whole(folder: Path, tensors: Iterable[LogicalTensor]) -> None:
+    """Raise CheckpointError unless the folder holds the tensors, each of its shape, in whole files.
+
+    A value head may be missing. Reads headers: of every file, whether it is there and as long as its header says.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(set(weight_files(folder).values())) or [SINGLE_FILE]:
         try:
-            with safe_open(folder / file, framework="np"):
-                pass
+            with safe_open(folder / file, framework="np") as opened:
+                shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118 # not a dict
         except (SafetensorError, OSError) as error:
             raise damaged(folder / file, error) from error
+    for tensor in tensors:
+        if tensor.name in shapes:
+            check_shape(folder, tensor, shapes[tensor.name])
+        elif tensor.part is not Part.VALUE_HEAD:
+            raise lacking(folder, tensor.name)
+
+
+def check_shape(where: Path, tensor: LogicalTensor, found: tuple[int, ...]) -> None:
+    """Raise CheckpointError unless a tensor in a file or folder has the shape that config.json implies."""
+    if found != tensor.shape:
+        raise CheckpointError(
+            f"{where}: {tensor.name} has shape {found}; needs {tensor.shape}; "
+            "check that config.json belongs to these weights"
+        )
+
+
+def lacking(folder: Path, name: str) -> CheckpointError:
+    """What to say of a tensor that no file of the folder holds."""
+    return CheckpointError(f"{folder}: no tensor {name}; needs it for this model; check that model.path is complete")
 
 
 def damaged(path: Path, error: Exception) -> CheckpointError:

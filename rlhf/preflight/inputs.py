@@ -19,7 +19,7 @@ from rlhf.families.folder import check_whole, find_folder, resolve_folder
 from rlhf.families.frozen import frozen_tensors
 from rlhf.families.inherit import inherited_tensors
 from rlhf.families.published import find_published
-from rlhf.families.registry import read_spec
+from rlhf.families.registry import logical_tensors, read_spec
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.rollout.native.layout import check_tp
 from rlhf.rollout.sglang.layout import Sizes, check_sizes
@@ -129,7 +129,7 @@ def _checked_folder(name: str, role: Role, *, save_hf: str) -> ModelSpec:
     spec = read_spec(folder)
     if role.model.init == "checkpoint":
         with noted():
-            check_whole(folder)
+            check_whole(folder, logical_tensors(spec, head=_head_of(name)))
     if save_hf and Path(save_hf).resolve() == folder.resolve():
         refuse(
             f"save_hf: {save_hf} is the folder of {name}.model.path, which it would overwrite; needs another; change it"

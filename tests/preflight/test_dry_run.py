@@ -1,11 +1,13 @@
 """`python -m rlhf.train CONFIG --check` through its door: what it prints, what it refuses, what it leaves alone."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from rlhf.preflight import dry_run
 from tests.scripts.launched import REPO
@@ -163,6 +165,23 @@ def test_a_broken_file_and_broken_options_end_with_2(check, tmp_path: Path) -> N
     code, _, err = check("rollout.dp=9", "--gpus-per-node", 8)
     assert code == 2
     assert "--gpus-per-node: 9 ranks on nodes of 8" in err
+
+
+def test_a_weight_that_a_checkpoint_lacks_or_has_in_another_shape_is_named(check, folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(folder / "model", other)
+    weights = load_file(other / "model.safetensors")
+    up, down = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("up", "down"))
+    save_file({name: weight for name, weight in weights.items() if name != up}, other / "model.safetensors")
+    code, _, err = check(f"reference.model.path={other}")
+    assert code == 2
+    assert f"{other}: no tensor {up}; needs it for this model; check that model.path is complete" in err
+    assert check(f"reference.model.path={other}", "reference.model.init=random")[0] == 0  # reads none
+
+    save_file({**weights, down: weights[down].T.copy()}, other / "model.safetensors")
+    code, _, err = check(f"critic.model.path={other}")  # it lacks a value head too, which starts from the seed
+    assert code == 2
+    assert f"{other}: {down} has shape (56, 40); needs (40, 56); check that config.json belongs to these weights" in err
 
 
 def test_help_has_examples(check, capsys: pytest.CaptureFixture[str]) -> None:
