@@ -86,6 +86,24 @@ def test_bound_equals_brute_force():
     assert {rank: sum(lower_bounds(PLAN, rank).values()) for rank in (0, 1)} == brute
 
 
+def test_a_plan_that_sends_what_its_taker_holds_is_sound_but_not_at_the_bound(monkeypatch):
+    """Two replicas that each take their own weights from the other: the bound does not follow the planner."""
+    plan = make_plan(
+        source(TOY, tp=1, stages=(2,), dp=2), engine(TOY, tp=1, dp=2), Topology.blocks(2, ranks_per_node=1)
+    )
+    assert certify(plan).bound == certify(plan).moved == 0
+    swapped = {}
+    for rank, other in ((0, 1), (1, 0)):
+        took = tuple(dataclasses.replace(move, src_rank=other) for move in plan.of(rank).copies)
+        gave = tuple(dataclasses.replace(move, src_rank=rank) for move in plan.of(other).copies)
+        swapped[rank] = dataclasses.replace(plan.of(rank), copies=(), receives=took, sends=gave)
+    monkeypatch.setattr(plan, "of", swapped.__getitem__)
+    certificate = certify(plan)
+    assert certificate.moved > 0
+    assert certificate.bound == certificate.far_bound == 0
+    assert certificate.ratio == certificate.far_ratio == float("inf")
+
+
 def test_cells_count_elements_exactly():
     rng = np.random.default_rng(5)
     for _ in range(50):

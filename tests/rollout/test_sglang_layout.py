@@ -96,6 +96,23 @@ def test_the_vocabulary_is_padded_as_sglang_does():
     assert param_shapes(replace(spec, ffn_size=60), Sizes(3))["lm_head.weight"][0] == 1152 // 3
 
 
+def test_q_lies_above_k_above_v_and_gate_above_up():
+    """Rank 2 of 4: its query head, the second of two KV heads, which rank 3 holds too, and a quarter of the FFN."""
+    layout = sglang_layout(SPECS["qwen2"], tp=4, dp=1, first_rank=0, dtype="float32")
+    held = {piece.tensor: piece for piece in layout.holdings(2)}
+    for part, rows, start in (
+        ("self_attn.q_proj.weight", (32, 48), 0),
+        ("self_attn.k_proj.weight", (16, 32), 16),
+        ("self_attn.v_proj.weight", (16, 32), 32),
+        ("mlp.gate_proj.weight", (26, 39), 0),
+        ("mlp.up_proj.weight", (26, 39), 13),
+    ):
+        piece = held[f"model.layers.1.{part}"]
+        assert piece.param.endswith("qkv_proj.weight" if "attn" in part else "gate_up_proj.weight")
+        assert (piece.box.spans, piece.param_start) == ((rows, (0, 44)), (start, 0)), part
+    assert held["model.layers.1.self_attn.v_proj.bias"].param_start == (32,)
+
+
 def test_an_expert_lies_as_one_block_of_gate_above_up():
     layout = sglang_layout(SPECS["qwen3_moe"], tp=4, ep=2, dp=1, first_rank=0, dtype="float32")
     held = {piece.tensor: piece for piece in layout.holdings(3)}  # experts 3..5, second half of each

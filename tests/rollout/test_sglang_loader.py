@@ -1,10 +1,15 @@
 """Weights through windows into parameters of another owner: ranks are threads, schedulers modules without SGLang."""
 
+import errno
+import gc
+import os
+import sys
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +28,7 @@ from rlhf.reshard.windows import Manifest
 from rlhf.rollout.sglang import regions
 from rlhf.rollout.sglang.channel import Door, knock
 from rlhf.rollout.sglang.layout import Sizes, padding_elements, sglang_layout
+from rlhf.rollout.sglang.loader import own_params
 from rlhf.rollout.sglang.sink import SchedulerSink
 from tests.reshard.toy import filled_params, full_tensors
 from tests.rollout.schedulers import ThreadPort, model_of
@@ -226,6 +232,63 @@ def test_what_does_not_fit_the_model_is_refused_before_a_byte_moves():
     serve(sink, manifest)
 
 
+def test_weights_that_are_kept_in_another_order_are_refused(monkeypatch):
+    _, engine, manifest, _ = one_engine()
+    module = engine.models[1].model.layers
+    monkeypatch.setitem(sys.modules, "sglang_on_aiter", SimpleNamespace(_use_aiter=True))
+    plain = "UnquantizedLinearMethod"  # SGLang's own name begins so; what it does is told by flags
+    for name, value, named in (
+        ("w13_swiglu_interleaved", True, "w13_swiglu_interleaved"),
+        ("quant_method", type(plain, (), {"use_intel_amx_backend": True})(), "use_intel_amx_backend"),
+        ("quant_method", type(plain, (), {"use_triton_kernels": True})(), "use_triton_kernels"),
+        ("quant_method", type(plain, (), {"__module__": "sglang_on_aiter"})(), "aiter"),
+        ("quant_method", type("Fp8LinearMethod", (), {})(), "Fp8LinearMethod"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, value, raising=False)
+            with pytest.raises(WeightSyncError, match=rf"model\.layers keeps its weights repacked \({named}\)"):
+                serve(engine.sinks[1], manifest)
+    module.quant_method = type(plain, (), {})()
+    serve(engine.sinks[1], manifest)
+
+
+def test_experts_that_do_not_lie_block_by_block_are_refused():
+    model = torch.nn.Module()
+    model.w13_weight = torch.nn.Parameter(torch.zeros(3, 8, 5).transpose(1, 2))
+    with pytest.raises(WeightSyncError, match=r"w13_weight \(3, 5, 8\) has strides .*; needs a contiguous block"):
+        own_params(model)
+
+
+def test_a_window_that_comes_twice_is_refused():
+    _, engine, manifest, _ = one_engine()
+    sink = engine.sinks[1]
+    try:
+        sink.begin(manifest, "float32")
+        sink.region(0).zero_()
+        sink.hand_over(0)
+        sink.hand_over(0)
+        with pytest.raises(WeightSyncError, match=r"window 0 of .* came twice or is unknown"):
+            sink.finish()
+    finally:
+        sink.end()
+
+
+def test_a_complete_transfer_that_is_broken_off_leaves_an_engine_that_takes_no_part_of_one():
+    plan, engine, manifest, _ = one_engine()
+    sink = engine.sinks[1]
+    serve(sink, manifest)
+    try:
+        sink.begin(manifest, "float32")
+        sink.region(0).zero_()
+        sink.hand_over(0)  # and then another rank of the job failed
+    finally:
+        sink.end()
+    assert sink.needs_complete
+    part = Routes(plan, 1, 2000, windowed=True).route(frozenset(["model.norm.weight"])).manifest
+    with pytest.raises(WeightSyncError, match="needs a complete transfer first"):
+        serve(sink, part)
+
+
 def test_a_window_that_is_not_handed_over_is_noticed_and_the_engine_must_be_filled_again():
     plan, engine, manifest, params = one_engine()
     sink = engine.sinks[1]
@@ -284,6 +347,19 @@ def test_regions_are_in_no_folder_and_a_shortage_is_told_in_advance(monkeypatch)
     assert there[1][999] == 3.0
     assert there[0].dtype is torch.bfloat16
     assert mapped() == before + 2
+
+    def refuse(fd: int, start: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    closed: list[int] = []
+    close = os.close
+    with monkeypatch.context() as patch:  # memory is reserved at once: else a shortage would end the process later
+        patch.setattr("os.posix_fallocate", refuse)
+        patch.setattr("os.close", lambda fd: (closed.append(fd), close(fd)))
+        with pytest.raises(EngineError, match=r"the system refused 0 MiB .*\(No space left on device\)"):
+            regions.HostRegions(1000, "bfloat16")
+        gc.collect()
+    assert len(closed) == 1  # a second time might close what another thread has opened since
     monkeypatch.setattr(regions, "available_bytes", lambda: 5 << 20)
     with pytest.raises(EngineError, match="2 windows need 8 MiB of shared host memory, 5 MiB are free"):
         regions.HostRegions(1 << 20, "float32")

@@ -54,16 +54,17 @@ class HostRegions:
                 f"rollout.sglang: {NUM_REGIONS} windows need {size / _MIB:,.0f} MiB of shared host memory, "
                 f"{free / _MIB:,.0f} MiB are free; needs them beside the model; lower sync.bucket_bytes"
             )
-        self._fd = os.memfd_create("rlhf_windows", os.MFD_CLOEXEC)
+        fd = os.memfd_create("rlhf_windows", os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(self._fd, 0, size)
+            os.posix_fallocate(fd, 0, size)
         except OSError as error:
-            os.close(self._fd)
+            os.close(fd)
             raise EngineError(
                 f"rollout.sglang: the system refused {size / _MIB:,.0f} MiB of shared host memory ({error.strerror}), "
                 f"{free / _MIB:,.0f} MiB are free; lower sync.bucket_bytes"
             ) from error
-        self.tensors = _mapped(self._fd, elements, dtype)
+        self._fd = fd
+        self.tensors = _mapped(fd, elements, dtype)
         self._told = {"kind": "host", "elements": elements, "dtype": dtype}
 
     @property
