@@ -41,6 +41,11 @@ def server_args(
         raise EngineError(
             "sglang engine: rollout.sglang.deterministic on a CPU, for which SGLang has no such attention; unset it"
         )
+    if place.device == "cpu" and options.ep > 1:
+        raise EngineError(
+            f"sglang engine: rollout.sglang.ep = {options.ep} on a CPU, where SGLang's experts do not run apart; set "
+            "it to 1, so that its ranks cut each expert"
+        )
     args: dict[str, Any] = {
         "model_path": str(model_folder),
         "skip_tokenizer_init": True,

@@ -43,6 +43,12 @@ def test_deterministic_inference_is_refused_on_a_cpu():
         args_of("cpu", deterministic=True)
 
 
+def test_sharing_out_experts_is_refused_on_a_cpu():
+    assert args_of("cuda", ep=2)["ep_size"] == 2
+    with pytest.raises(EngineError, match=r"rollout\.sglang\.ep = 2 on a CPU"):
+        args_of("cpu", ep=2)
+
+
 def test_sampling_in_sglangs_words():
     free = sampling_args(SamplingConfig(temperature=0.5, max_new_tokens=9, ignore_eos=True), (2,), seed=7)
     assert (free["top_k"], free["stop_token_ids"], free["ignore_eos"], free["sampling_seed"]) == (-1, [], True, 7)
