@@ -24,7 +24,7 @@ from rlhf.rollout.seeds import sample_seed
 from rlhf.rollout.sglang.layout import Sizes, sglang_layout
 from rlhf.rollout.sglang.process import HostPort, HostProcess
 from rlhf.rollout.sglang.responses import rollout_of
-from rlhf.rollout.sglang.server_args import NO_VERSION, Place, cpu_environment, sampling_args, server_args
+from rlhf.rollout.sglang.server_args import ENVIRONMENT, NO_VERSION, Place, cpu_environment, sampling_args, server_args
 from rlhf.rollout.sglang.sink import SchedulerSink
 from rlhf.rollout.sglang.team import Team
 from rlhf.rollout.sglang.wire import Errand, Order, Response
@@ -219,8 +219,7 @@ class SGLangEngine:
         self._folder = Path(tempfile.mkdtemp(prefix=f"rlhf_{os.getpid()}_engine_"))
         (self._folder / "config.json").write_text(json.dumps(hf_config(self._spec, dtype=place.dtype)))
         threads = torch.get_num_threads()
-        changes = {"TMPDIR": str(self._folder), "OMP_NUM_THREADS": str(threads)}
-        changes |= {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+        changes = ENVIRONMENT | {"TMPDIR": str(self._folder), "OMP_NUM_THREADS": str(threads)}
         if place.device == "cpu":
             cores = sorted(os.sched_getaffinity(0))
             changes |= cpu_environment(self._config.tp, leader=rank, threads=threads, cores=cores)

@@ -13,6 +13,11 @@ from rlhf.rollout.sglang.inside import LOADER
 
 SPARE_TOKENS = 64
 """SGLang keeps some room of its cache and of a sequence's length to itself; `rollout.kv_cache_tokens` is all ours."""
+ENVIRONMENT = {
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by SPARE_TOKENS
+    "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "0",  # a queue in /dev/shm, which a killed scheduler would leave behind
+}
+"""Variables of every engine's processes."""
 NO_VERSION = "-1"
 """Weight version of the random weights that an engine starts with."""
 
