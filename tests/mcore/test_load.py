@@ -20,7 +20,7 @@ from rlhf.families.files import HfFolder
 from rlhf.families.registry import hf_config, read_spec
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.groups import ModelGroups, make_groups
-from rlhf.mcore.layout import OUTPUT, local_params, megatron_layout
+from rlhf.mcore.layout import EMBEDDING, OUTPUT, local_params, megatron_layout, param_shapes
 from rlhf.mcore.load import draw_weights, load_weights, set_weights
 from rlhf.mcore.model import MegatronModel, build_model
 from tests.mcore.stand_in import stand_in_model, tiny_moe_spec, tiny_spec
@@ -162,6 +162,18 @@ def test_drawn_experts_do_not_depend_on_the_layout() -> None:
             assert torch.equal(part[here], whole[name][here]), (name, rank)
     one, other = (whole[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"] for expert in (2, 3))
     assert not torch.equal(one, other)
+
+
+def test_rows_of_padding_start_at_zero_and_all_others_are_set() -> None:
+    spec, parallel = tiny_spec(), ParallelConfig(tp=4)  # 131 rows: 33 on each rank, the last of which has one too many
+    model = stand_in_model(spec, parallel, 3)
+    shapes = param_shapes(spec, parallel, head=Head.LM, stage=0)
+    params = [(name, torch.nn.Parameter(torch.full(shape, torch.nan))) for name, shape in shapes.items()]
+    model.modules[0].named_parameters = lambda: iter(params)
+    draw_weights(model)
+    assert not [name for name, param in params if param.isnan().any()]
+    for name in (EMBEDDING, OUTPUT):
+        assert [bool(row.any()) for row in dict(params)[name]] == [True] * 32 + [False]
 
 
 def test_random_init_reads_no_weights(tmp_path: Path, groups: ModelGroups) -> None:
