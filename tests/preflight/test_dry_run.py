@@ -258,7 +258,7 @@ def test_the_sync_into_sglang_is_planned_and_its_memory_is_not_guessed_at(
     check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlhf.preflight.inputs._check_sglang", lambda config: None)  # as where it is installed
-    code, out, _ = check("rollout.engine=sglang")
+    code, out, _ = check("rollout.engine=sglang", "job.device=cuda")
     assert code == 0
     assert "one weight sync" in out
     assert "memory: rollout is not known and not in the sums" in out
@@ -273,3 +273,15 @@ def test_what_sglang_cannot_do_is_refused_before_anything_starts(check, monkeypa
     assert code == 2
     assert "rollout.sglang.python: /no/such/python is no program" in err
     assert "sync.fanout: node given, but rollout.engine = sglang" in err
+
+
+def test_what_sglang_has_on_gpus_only_is_refused_where_the_job_is_on_cpus(
+    check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf.preflight.inputs._check_sglang", lambda config: None)  # as where it is installed
+    words = ("rollout.engine=sglang", "rollout.sglang.deterministic=true")
+    code, _, err = check(*words, "job.device=cpu")
+    assert code == 2
+    assert "rollout.sglang.deterministic: true given, but job.device = cpu" in err
+    assert "ffn_size = 56 on a CPU, where SGLang pads each share to a multiple of 32" in err
+    assert check(*words, "job.device=cuda")[0] == 0

@@ -10,6 +10,7 @@ from rlhf.config.rollout import RolloutConfig, SamplingConfig
 from rlhf.errors import EngineError
 from rlhf.families.spec import ModelSpec
 from rlhf.rollout.sglang.inside import LOADER
+from rlhf.rollout.sglang.layout import Sizes, check_cpu_sizes
 
 SPARE_TOKENS = 64
 """SGLang keeps some room of its cache and of a sequence's length to itself; `rollout.kv_cache_tokens` is all ours."""
@@ -39,18 +40,15 @@ def server_args(
     """Keyword arguments of SGLang's Engine; `model_folder` holds a config.json, no weights are read.
 
     Raises:
-        EngineError: The settings ask for what SGLang has on GPUs only.
+        EngineError, LayoutError: The settings ask for what SGLang has on GPUs only.
     """
     options = config.sglang
     if place.device == "cpu" and options.deterministic:
         raise EngineError(
             "sglang engine: rollout.sglang.deterministic on a CPU, for which SGLang has no such attention; unset it"
         )
-    if place.device == "cpu" and options.ep > 1:
-        raise EngineError(
-            f"sglang engine: rollout.sglang.ep = {options.ep} on a CPU, where SGLang's experts do not run apart; set "
-            "it to 1, so that its ranks cut each expert"
-        )
+    if place.device == "cpu":
+        check_cpu_sizes(spec, Sizes(config.tp, options.ep))
     args: dict[str, Any] = {
         "model_path": str(model_folder),
         "skip_tokenizer_init": True,

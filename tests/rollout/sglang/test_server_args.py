@@ -1,17 +1,20 @@
 """SGLang's arguments from the run's settings; no SGLang is needed."""
 
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlhf.config.rollout import RolloutConfig, SamplingConfig
 from rlhf.config.sglang import SGLangConfig
-from rlhf.errors import EngineError
+from rlhf.errors import EngineError, LayoutError
 from rlhf.families.registry import spec_of
+from rlhf.rollout.sglang.layout import Sizes, check_cpu_sizes
 from rlhf.rollout.sglang.server_args import Place, cpu_environment, sampling_args, server_args
 from tests.rollout.tiny import hf_model
 
-SPEC = spec_of(hf_model("qwen2").config.to_dict(), where="tiny")
+SPEC = replace(spec_of(hf_model("qwen2").config.to_dict(), where="tiny"), ffn_size=192)
 
 
 def args_of(device: str, **options: object) -> dict:
@@ -43,10 +46,20 @@ def test_deterministic_inference_is_refused_on_a_cpu():
         args_of("cpu", deterministic=True)
 
 
-def test_sharing_out_experts_is_refused_on_a_cpu():
+def test_what_sglang_would_pad_or_not_run_on_a_cpu_is_refused_there():
     assert args_of("cuda", ep=2)["ep_size"] == 2
-    with pytest.raises(EngineError, match=r"rollout\.sglang\.ep = 2 on a CPU"):
+    with pytest.raises(LayoutError, match=r"rollout\.sglang\.ep: 2 given on a CPU"):
         args_of("cpu", ep=2)
+    sound = replace(SPEC, ffn_size=192, num_heads=12, num_kv_heads=6)
+    for spec, sizes, named in (
+        (sound, Sizes(3), ""),
+        (sound, Sizes(4), "4 ranks share ffn_size = 192"),
+        (replace(sound, ffn_size=384), Sizes(4), "4 ranks share num_kv_heads = 6"),
+        (replace(sound, num_experts=4, moe_ffn_size=64), Sizes(3), "3 ranks share moe_ffn_size = 64"),
+        (replace(sound, num_experts=4, moe_ffn_size=64, ffn_size=1), Sizes(2), ""),
+    ):
+        with pytest.raises(LayoutError, match=named) if named else nullcontext():
+            check_cpu_sizes(spec, sizes)
 
 
 def test_sampling_in_sglangs_words():
