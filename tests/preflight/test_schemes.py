@@ -10,9 +10,10 @@ from rlhf.families.published import find_published
 from rlhf.preflight.link_time import Bandwidths, gather_seconds, slowest
 from rlhf.preflight.schemes import Shares, deepspeed_chat, full_gather, hybridflow, schemes
 from rlhf.preflight.sizes import EngineSizes
-from rlhf.preflight.transition import Transition, study
+from rlhf.preflight.transition import Study, Transition, study
 from rlhf.reshard.check import Certificate, RankTraffic
 from rlhf.reshard.topology import Fanout, Link, Topology
+from tests.mcore.stand_in import tiny_spec
 
 
 def shares(volume: str, peak: str, redundant: str) -> Shares:
@@ -61,6 +62,36 @@ def test_our_plan_moves_what_the_formula_says_where_engines_nest():
     assert found.certificate.moved / 4 == pytest.approx(expected, rel=0.01)
     assert found.engine_shard == pytest.approx(of.model_bytes / 2, rel=0.01)
     assert found.training_shard == pytest.approx(of.model_bytes / 4, rel=0.01)
+
+
+def studied(engines: EngineSizes) -> Study:
+    """Two stages, of one layer with the embedding and of four with the output layer."""
+    return study(
+        Transition(
+            model="tiny",
+            spec=tiny_spec(num_layers=5),
+            parallel=ParallelConfig(pp=2, layers_per_stage=(1, 4)),
+            engines=engines,
+            engine="native",
+            dtype="float32",
+            fanout=Fanout.DIRECT,
+            gpus_per_node=8,
+            bucket_bytes=2**28,
+        )
+    )
+
+
+def test_our_own_memory_is_that_of_ranks_in_both_pools_and_of_the_busiest_rank():
+    apart, first = studied(EngineSizes(dp=3, first_rank=2)), studied(EngineSizes())
+    model = apart.transition.model_bytes
+    assert apart.engine_shard == first.engine_shard == model
+    stages = apart.moved[:2].sum(axis=1) // 3  # each of three engines takes all of both
+    assert stages.sum() == model
+    assert stages[0] < stages[1]
+    assert apart.training_shard == 0
+    assert first.training_shard == stages[0]  # the engine is on the rank of the smaller stage
+    assert apart.staging == 3 * stages[1] > model  # sent by one rank; an engine receives the model once
+    assert first.staging == stages[1]
 
 
 def test_assumptions_that_do_not_hold_are_named():

@@ -273,6 +273,15 @@ def test_a_window_that_comes_twice_is_refused():
         sink.end()
 
 
+def test_a_model_that_changed_since_the_last_transfer_is_looked_at_again():
+    _, engine, manifest, _ = one_engine()
+    serve(engine.sinks[1], manifest)
+    norm = engine.models[1].model.norm
+    norm.weight = torch.nn.Parameter(norm.weight.double(), requires_grad=False)
+    with pytest.raises(WeightSyncError, match=r"model\.norm\.weight is torch.float64; float32 arrives"):
+        serve(engine.sinks[1], manifest)
+
+
 def test_a_complete_transfer_that_is_broken_off_leaves_an_engine_that_takes_no_part_of_one():
     plan, engine, manifest, _ = one_engine()
     sink = engine.sinks[1]
