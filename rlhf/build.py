@@ -15,7 +15,6 @@ import torch
 from rlhf.checkpoint.hf_export import export_hf
 from rlhf.config.checks import collecting
 from rlhf.config.model import FrozenRoleConfig, ModelConfig, TrainedRoleConfig
-from rlhf.config.rollout import RolloutConfig
 from rlhf.config.run import PPORunConfig, RunConfig, SFTRunConfig, check_world
 from rlhf.data.batch import PromptBatch
 from rlhf.data.prompts import AnswerSource, PromptSource, open_problems
@@ -233,15 +232,10 @@ def _engine_factory(name: str) -> EngineFactory:
         ) from error
 
 
-def _engine_ranks(rollout: RolloutConfig) -> list[tuple[int, ...]]:
-    """The ranks of each engine."""
-    return [tuple(rollout.ranks[i : i + rollout.tp]) for i in range(0, len(rollout.ranks), rollout.tp)]
-
-
 def _engine(config: PPORunConfig, folder: Path, stop_ids: tuple[int, ...], site: Site) -> RolloutEngine | None:
     """This rank's part of its engine; None outside the rollout pool. Collective over the job."""
     rollout, factory = config.rollout, site.ranks.groups
-    sets = _engine_ranks(rollout)
+    sets = rollout.engines
     tp_group, cpu_group = factory.device_group(sets), factory.cpu_group(sets)
     if site.ranks.rank not in rollout.ranks:
         return None
@@ -279,7 +273,7 @@ def _weight_sync(config: PPORunConfig, site: Site) -> WeightSync | None:
         fanout=Fanout(config.sync.fanout),
         near=config.sync.near,
         verify=Verify(config.sync.verify),
-        engines=_engine_ranks(rollout),
+        engines=rollout.engines,
         span=site.span,
     )
 

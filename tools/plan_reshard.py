@@ -86,7 +86,10 @@ def _parser() -> argparse.ArgumentParser:
         help="training layout: tp8,pp4,dp8; also ep, etp, vpp, first_rank, layers20/19/... of pp",
     )
     parser.add_argument(
-        "--dst", default="", metavar="SIZES", help="engines: tp8; also ep, dp (how many; as many as fit), first_rank"
+        "--dst",
+        default="",
+        metavar="SIZES",
+        help="engines: tp8; also ep, dp (how many; as many as fit), first_rank, stride",
     )
     parser.add_argument("--engine", default="", choices=("", *ENGINES), help=f"whose layout --dst is ({ENGINES[0]})")
     parser.add_argument("--dtype", default="", choices=("", *ITEM_BYTES), help="of the weights (bfloat16)")

@@ -10,6 +10,7 @@ from rlhf.families.frozen import frozen_tensors
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.groups import model_grid
 from rlhf.preflight.inputs import Role, roles_of
+from rlhf.rollout.placement import engine_grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,5 +61,7 @@ def grids_of(config: RunConfig) -> dict[str, Grid]:
     grids = {name: model_grid(role.parallel) for name, role in roles_of(config).items()}
     if isinstance(config, PPORunConfig):
         rollout = config.rollout
-        grids["rollout"] = Grid(("tp", "engine"), (rollout.tp, rollout.dp), rollout.first_rank)
+        grids["rollout"] = engine_grid(
+            tp=rollout.tp, dp=rollout.dp, first_rank=rollout.first_rank, stride=rollout.stride
+        )
     return grids

@@ -15,13 +15,15 @@ _ENTRY = re.compile(r"([a-z_]+?)=?(\d+(?:/\d+)*)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSizes:
-    """`dp` engines of tp consecutive ranks each, from first_rank on."""
+    """`dp` engines of tp ranks each, from first_rank on."""
 
     tp: int = 1
     dp: int = 1
     ep: int = 1
     """Ranks of an engine that share the experts of each layer, each with whole ones; divides tp."""
     first_rank: int = 0
+    stride: int = 1
+    """Ranks of an engine lie so far apart; see rollout.stride."""
 
     @property
     def ranks(self) -> range:

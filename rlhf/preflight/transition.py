@@ -79,10 +79,10 @@ def _engine_layout(of: Transition) -> ModelLayout:
         raise ConfigError(f"--engine: the layout of {of.engine!r} is not known; needs one of {', '.join(ENGINES)}")
     if sizes.ep > 1 and of.engine == "native":
         raise ConfigError(f"--dst: ep{sizes.ep} for the native engine, which has no expert axis; leave ep out")
+    at = {"dp": sizes.dp, "first_rank": sizes.first_rank, "stride": sizes.stride}
     try:
         if of.engine == "native":
-            return native_layout(of.spec, tp=sizes.tp, dp=sizes.dp, first_rank=sizes.first_rank, dtype=dtype)
-        at = {"dp": sizes.dp, "first_rank": sizes.first_rank}
+            return native_layout(of.spec, tp=sizes.tp, **at, dtype=dtype)
         return sglang_layout(of.spec, tp=sizes.tp, ep=sizes.ep, **at, dtype=dtype)
     except LayoutError as error:
         raise LayoutError(str(error).replace("rollout.", "--dst.")) from error

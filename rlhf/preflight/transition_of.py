@@ -75,7 +75,7 @@ def _of_config(given: Given) -> Transition:
     if given.src:
         parallel = read_parallel(given.src, spec.num_layers, where="--src")
     ep = rollout.sglang.ep if rollout.engine == "sglang" else 1
-    engines = EngineSizes(tp=rollout.tp, dp=rollout.dp, ep=ep, first_rank=rollout.first_rank)
+    engines = EngineSizes(tp=rollout.tp, dp=rollout.dp, ep=ep, first_rank=rollout.first_rank, stride=rollout.stride)
     if given.dst:
         engines = read_engines(given.dst, parallel.ranks, where="--dst")
     return Transition(

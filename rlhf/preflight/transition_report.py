@@ -194,7 +194,8 @@ def as_json(study: Study, bandwidths: Bandwidths) -> Mapping[str, object]:
         "dtype": of.dtype,
         "src": {axis: getattr(of.parallel, axis) for axis in ("tp", "pp", "vpp", "dp", "ep", "etp", "first_rank")}
         | {"layers_per_stage": list(of.parallel.chunk_layers(of.spec.num_layers, where="--src"))},
-        "dst": {axis: getattr(of.engines, axis) for axis in ("tp", "dp", "ep", "first_rank")} | {"engine": of.engine},
+        "dst": {axis: getattr(of.engines, axis) for axis in ("tp", "dp", "ep", "first_rank", "stride")}
+        | {"engine": of.engine},
         "gpus_per_node": of.gpus_per_node,
         "moved": found.moved,
         "bound": found.bound,

@@ -6,7 +6,7 @@ from rlhf.config.run import RunConfig, check_world
 
 def pools_are_known(faults: Faults) -> bool:
     """Whether no fault leaves it open which ranks a role has, so that rules of the whole job can be asked."""
-    return not faults.doubts(r"(actor|critic|reference)(\.parallel(\..*)?)?|rollout(\.(tp|dp|first_rank))?")
+    return not faults.doubts(r"(actor|critic|reference)(\.parallel(\..*)?)?|rollout(\.(tp|dp|first_rank|stride))?")
 
 
 def check_hosts(config: RunConfig, world_size: int, *, nnodes: int) -> None:

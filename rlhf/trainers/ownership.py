@@ -15,7 +15,7 @@ class Ownership:
     @staticmethod
     def of(rollout: RolloutConfig) -> "Ownership":
         """Owners in a rollout pool."""
-        return Ownership(tuple(rollout.ranks[:: rollout.tp]))
+        return Ownership(tuple(ranks[0] for ranks in rollout.engines))
 
     def owners(self, num_prompts: int, samples_per_prompt: int) -> tuple[int, ...]:
         """For each row of a global batch, prompts in order and their samples together: the rank that owns it."""

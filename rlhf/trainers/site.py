@@ -99,8 +99,9 @@ def announce(config: RunConfig, site: Site, roles: Mapping[str, Grid], certifica
     """Who is where, on rank 0's console. Collective over the job."""
     mine = {name: grid.coords(site.ranks.rank) for name, grid in roles.items() if site.ranks.rank in grid.ranks}
     if isinstance(config, PPORunConfig) and site.ranks.rank in config.rollout.ranks:
-        engine, tp = divmod(site.ranks.rank - config.rollout.first_rank, config.rollout.tp)
-        mine["rollout"] = {"engine": engine, "tp": tp}
+        engines = enumerate(config.rollout.engines)
+        number, ranks = next((number, ranks) for number, ranks in engines if site.ranks.rank in ranks)
+        mine["rollout"] = {"engine": number, "tp": ranks.index(site.ranks.rank)}
     row = RankRow(rank=site.ranks.rank, host=site.ranks.host, device=str(site.ranks.device), roles=mine)
     rows = gather(row, site.everyone)
     if site.desk is not None:

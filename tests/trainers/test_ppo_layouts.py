@@ -28,7 +28,7 @@ ENGINES = ("rollout.tp=2", "rollout.dp=2")
 ACTOR = ("actor.parallel.tp=2", "actor.parallel.pp=2", "actor.parallel.layers_per_stage=[3,1]")
 CHUNKED = ("actor.parallel.tp=2", "actor.parallel.pp=2", "actor.parallel.vpp=2")
 CRITIC = ("critic.parallel.tp=4",)
-APART = (*ENGINES, *ACTOR, *CRITIC, "reference.parallel.dp=2", "reference.parallel.first_rank=4")
+APART = (*ENGINES, "rollout.stride=2", *ACTOR, *CRITIC, "reference.parallel.dp=2", "reference.parallel.first_rank=4")
 TOGETHER = (*ENGINES, *CHUNKED, *CRITIC, "reference.parallel.dp=6")
 OTHER = (  # rows are owned by other ranks than above; weights are stale when a step ends
     *(f"{role}.optim.overlap_{what}=true" for role in ("actor", "critic") for what in ("grad_reduce", "param_gather")),

@@ -29,6 +29,8 @@ class Cut:
 
     src: ParallelConfig
     engine_tp: int
+    stride: int = 1
+    """Of the ranks of an engine; see rollout.stride."""
     target: float | None = None
     """Against the fastest gather; cuts that have one are those of --quick, and of Megatron-Core's resharding."""
 
@@ -40,6 +42,7 @@ class Cut:
 
 CUTS = {
     "tp4-tp2": Cut(ParallelConfig(tp=4), 2, target=3.0),
+    "tp4-tp2-strided": Cut(ParallelConfig(tp=4), 2, stride=2, target=3.0),
     "tp4-tp1": Cut(ParallelConfig(tp=4), 1),
     "tp2pp2-tp2": Cut(ParallelConfig(tp=2, pp=2), 2),
     "tp2dp2-tp4": Cut(ParallelConfig(tp=2, dp=2), 4),
@@ -160,6 +163,7 @@ def _measured(cut: Cut, options: Options, *, to_engines: bool, to_megatron: bool
         src=cut.src,
         engine_tp=cut.engine_tp,
         engines=cut.engines,
+        stride=cut.stride,
         to_engines=to_engines,
         to_megatron=to_megatron,
         runs=options.runs,

@@ -44,6 +44,7 @@ class Job:
     src: ParallelConfig
     engine_tp: int
     engines: int
+    stride: int
     to_engines: bool
     to_megatron: bool
     """Into Megatron models of the engines' sizes."""
@@ -75,7 +76,7 @@ def main(rank: int, job: Job) -> None:
 
 def _measure(job: Job) -> dict[str, object]:
     src = megatron_layout(job.spec, job.src, head=Head.LM, dtype="float32")
-    dst = native_layout(job.spec, tp=job.engine_tp, dp=job.engines, first_rank=0, dtype="float32")
+    dst = native_layout(job.spec, tp=job.engine_tp, dp=job.engines, first_rank=0, stride=job.stride, dtype="float32")
     factory = GroupFactory(device_backend="gloo", timeout=TIMEOUT)
     everyone, replica, shards = _groups(job, src, factory)
     own, full = torch.zeros(shards.longest), torch.zeros(len(shards.ranks), shards.longest)

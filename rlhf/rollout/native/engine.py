@@ -113,7 +113,9 @@ class NativeEngine:
     @staticmethod
     def layout_of(spec: ModelSpec, config: RolloutConfig, *, dtype: str) -> ModelLayout:
         """See `EngineFactory.layout_of`."""
-        return native_layout(spec, tp=config.tp, dp=config.dp, first_rank=config.first_rank, dtype=dtype)
+        return native_layout(
+            spec, tp=config.tp, dp=config.dp, first_rank=config.first_rank, stride=config.stride, dtype=dtype
+        )
 
     def layout(self) -> ModelLayout:
         """See `RolloutEngine.layout`."""

@@ -11,11 +11,11 @@ no box.
 from functools import cache
 from math import ceil
 
-from rlhf.dist.grid import Grid
 from rlhf.errors import LayoutError
 from rlhf.families.registry import logical_tensors
 from rlhf.families.spec import Head, LogicalTensor, ModelSpec, Part
 from rlhf.reshard.layout import Box, ModelLayout, ParamLayout, Span
+from rlhf.rollout.placement import engine_grid
 
 VOCAB_MULTIPLE = 64
 """A rank's vocabulary rows are a multiple of this, which the sampler's two-level search needs."""
@@ -104,15 +104,15 @@ def param_name(tensor: LogicalTensor) -> str:
     return name if tensor.layer < 0 else f"layers.{tensor.layer}.{name}"
 
 
-def native_layout(spec: ModelSpec, *, tp: int, dp: int, first_rank: int, dtype: str) -> ModelLayout:
-    """What each rank of the rollout pool holds: dp engines of tp consecutive ranks each. Pure; no process group.
+def native_layout(spec: ModelSpec, *, tp: int, dp: int, first_rank: int, stride: int = 1, dtype: str) -> ModelLayout:
+    """What each rank of the rollout pool holds: dp engines of tp ranks each. Pure; no process group.
 
     Raises:
         LayoutError: tp ranks cannot share the model.
     """
     check_tp(spec, tp)
     tensors = logical_tensors(spec, head=Head.LM)
-    grid = Grid(("tp", "dp"), (tp, dp), first_rank)
+    grid = engine_grid(tp=tp, dp=dp, first_rank=first_rank, stride=stride)
 
     @cache
     def shard(tp_rank: int) -> tuple[ParamLayout, ...]:

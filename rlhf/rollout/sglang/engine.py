@@ -78,7 +78,7 @@ class SGLangEngine:
         self._host: HostProcess | None = None
         self._sink: SchedulerSink | None = None
         self._port: HostPort | None = None
-        place = Place(device.type, self._team.first_gpu(device), _DTYPE_NAMES[dtype])
+        place = Place(device.type, *self._team.gpus(device), _DTYPE_NAMES[dtype])
         try:
             self._team.together(lambda: self._start(place, log_folder))
             self._sink = self._open_sink(cpu_group, device)
@@ -116,7 +116,13 @@ class SGLangEngine:
     def layout_of(spec: ModelSpec, config: RolloutConfig, *, dtype: str) -> ModelLayout:
         """See `EngineFactory.layout_of`."""
         return sglang_layout(
-            spec, tp=config.tp, ep=config.sglang.ep, dp=config.dp, first_rank=config.first_rank, dtype=dtype
+            spec,
+            tp=config.tp,
+            ep=config.sglang.ep,
+            dp=config.dp,
+            first_rank=config.first_rank,
+            stride=config.stride,
+            dtype=dtype,
         )
 
     def layout(self) -> ModelLayout:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil, prod
 
-from rlhf.dist.grid import Grid
 from rlhf.errors import LayoutError
 from rlhf.families.registry import logical_tensors
 from rlhf.families.spec import Head, LogicalTensor, ModelSpec, Part
 from rlhf.reshard.layout import Box, ModelLayout, ParamLayout, Span
+from rlhf.rollout.placement import engine_grid
 
 VOCAB_MULTIPLE = 64
 """SGLang pads the vocabulary to a multiple of this, and of this times tp where the first is no multiple of tp."""
@@ -159,8 +159,10 @@ def folded(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (prod(shape[:-1]), shape[-1]) if len(shape) > 2 else shape
 
 
-def sglang_layout(spec: ModelSpec, *, tp: int, ep: int = 1, dp: int, first_rank: int, dtype: str) -> ModelLayout:
-    """What each rank of the rollout pool holds: dp engines of tp consecutive ranks each. Pure; no process group.
+def sglang_layout(
+    spec: ModelSpec, *, tp: int, ep: int = 1, dp: int, first_rank: int, stride: int = 1, dtype: str
+) -> ModelLayout:
+    """What each rank of the rollout pool holds: dp engines of tp ranks each. Pure; no process group.
 
     Raises:
         LayoutError: SGLang cannot cut the model so.
@@ -168,7 +170,7 @@ def sglang_layout(spec: ModelSpec, *, tp: int, ep: int = 1, dp: int, first_rank:
     sizes = Sizes(tp, ep)
     check_sizes(spec, sizes)
     tensors = logical_tensors(spec, head=Head.LM)
-    grid = Grid(("tp", "dp"), (tp, dp), first_rank)
+    grid = engine_grid(tp=tp, dp=dp, first_rank=first_rank, stride=stride)
 
     @cache
     def shard(tp_rank: int) -> tuple[ParamLayout, ...]:

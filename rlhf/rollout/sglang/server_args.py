@@ -31,6 +31,8 @@ class Place:
     """cpu or cuda."""
     first_gpu: int
     """Index of its first rank's GPU; 0 on CPUs."""
+    gpu_step: int
+    """From the GPU of one rank to that of the next; 1 on CPUs."""
     dtype: str
 
 
@@ -60,6 +62,7 @@ def server_args(
         "tp_size": config.tp,
         "ep_size": options.ep,
         "base_gpu_id": place.first_gpu,
+        "gpu_id_step": place.gpu_step,
         "max_running_requests": config.max_running,
         "max_total_tokens": config.kv_cache_tokens + SPARE_TOKENS,
         "context_length": spec.max_positions + SPARE_TOKENS,

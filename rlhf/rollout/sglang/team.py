@@ -45,11 +45,13 @@ class Team:
             raise EngineError(told[0])
         return value
 
-    def first_gpu(self, device: torch.device) -> int:
-        """Index of the leader's GPU (0 on CPUs); SGLang starts a process a rank itself. Collective over the group.
+    def gpus(self, device: torch.device) -> tuple[int, int]:
+        """(index of the leader's GPU, steps to the next rank's); (0, 1) on CPUs. Collective over the group.
+
+        SGLang starts a process a rank itself, and is told only these two.
 
         Raises:
-            EngineError: The ranks do not lie on one host, or their GPUs not in a row.
+            EngineError: The ranks do not lie on one host, or their GPUs not at equal steps.
         """
         places = [(socket.gethostname(), device.index or 0)]
         if self._group is not None:
@@ -61,8 +63,12 @@ class Team:
                 f"sglang engine: its {self.size} ranks lie on hosts {', '.join(hosts)}; needs all on one; lower "
                 "rollout.tp, or move rollout.first_rank"
             )
-        if device.type != "cpu" and gpus != list(range(gpus[0], gpus[0] + self.size)):
+        if device.type == "cpu":
+            return 0, 1
+        step = gpus[1] - gpus[0] if self.size > 1 else 1
+        if step < 1 or gpus != list(range(gpus[0], gpus[0] + self.size * step, step)):
             raise EngineError(
-                f"sglang engine: its ranks have GPUs {gpus}; needs GPUs in a row; move rollout.first_rank"
+                f"sglang engine: its ranks have GPUs {gpus}; needs equal steps upwards; move rollout.first_rank or "
+                "change rollout.stride"
             )
-        return gpus[0]
+        return gpus[0], step

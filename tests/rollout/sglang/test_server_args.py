@@ -19,7 +19,7 @@ SPEC = replace(spec_of(hf_model("qwen2").config.to_dict(), where="tiny"), ffn_si
 
 def args_of(device: str, **options: object) -> dict:
     config = RolloutConfig(engine="sglang", tp=2, kv_cache_tokens=512, sglang=SGLangConfig(**options))
-    return server_args(SPEC, config, place=Place(device, 4, "float32"), model_folder=Path("/x"), run_seed=2**40 + 3)
+    return server_args(SPEC, config, place=Place(device, 4, 1, "float32"), model_folder=Path("/x"), run_seed=2**40 + 3)
 
 
 def test_no_weights_are_read_and_all_of_the_cache_is_ours():
