@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import sys
+import threading
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -28,6 +29,7 @@ from rlhf.reshard.windows import Manifest
 from rlhf.rollout.sglang import regions
 from rlhf.rollout.sglang.channel import Door, knock
 from rlhf.rollout.sglang.layout import Sizes, padding_elements, sglang_layout
+from rlhf.rollout.sglang.loader import _Transfer as Transfer
 from rlhf.rollout.sglang.loader import own_params
 from rlhf.rollout.sglang.sink import SchedulerSink
 from tests.reshard.toy import filled_params, full_tensors
@@ -343,6 +345,21 @@ def test_an_end_that_dies_is_told_at_once():
     door.close()
     with pytest.raises(EngineError, match="the rank is gone"):
         knock(door.name, peer="the rank")
+
+
+def test_a_scheduler_that_hangs_is_named_and_not_waited_for_twice(monkeypatch):
+    _, engine, manifest, _ = one_engine()
+    sink, goes_on = engine.sinks[1], threading.Event()
+    serve(sink, manifest)
+    load = Transfer.load
+    monkeypatch.setattr(Transfer, "load", lambda *args: goes_on.wait(20) and load(*args))
+    sink._reply_limit_s = 0.5
+    try:
+        with pytest.raises(EngineError, match=r"the scheduler of tp rank 0 has not answered for 0\.5 s, so it hangs"):
+            serve(sink, manifest)
+        assert not goes_on.is_set()
+    finally:
+        goes_on.set()
 
 
 def test_regions_are_in_no_folder_and_a_shortage_is_told_in_advance(monkeypatch):

@@ -183,6 +183,7 @@ class SGLangEngine:
             port=self._port,
             cpu_group=cpu_group,
             device=device,
+            reply_limit_s=self._config.sglang.reply_limit_s,
         )
 
     def _end_update(self, version: str) -> None:

@@ -1,7 +1,9 @@
 """A rank's door to its scheduler: windows of weights go through regions that both see, errors and sums come back."""
 
+import math
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -48,13 +50,15 @@ class SchedulerSink:
         cpu_group: ProcessGroup | None,
         device: torch.device,
         limit_s: float = 60.0,
+        reply_limit_s: float = math.inf,
     ) -> None:
         """Collective over `cpu_group` (None: an engine of one rank). `port`: on the leader alone.
 
-        `device` is where the transport of the sync works; `limit_s` is how long a scheduler may take to call back.
+        `device` is where the transport of the sync works; `limit_s` is how long a scheduler may take to call back,
+        `reply_limit_s` to answer; one that takes longer counts as hung.
         """
         self._spec, self._sizes, self._dtype = spec, sizes, dtype
-        self._port, self._device, self._limit_s = port, device, limit_s
+        self._port, self._device, self._limit_s, self._reply_limit_s = port, device, limit_s, reply_limit_s
         self._tp_rank = tp_rank
         self._door = Door()
         self._doors = [self._door.name]
@@ -138,7 +142,7 @@ class SchedulerSink:
         if self._channel is None:
             return
         while self._unanswered:  # of a transfer that was broken off
-            self._channel.receive(self._raise_failure)
+            self._channel.receive(self._patience())
             self._unanswered -= 1
         self._channel.send({"do": "end"})
         if self._serving is not None:
@@ -167,6 +171,20 @@ class SchedulerSink:
             port.load_window([ServeTransfer(door) for door in self._doors])
         except EngineError as error:
             self._failure = error
+
+    def _patience(self) -> Callable[[], None]:
+        """What to do while waiting for one answer: raise EngineError when there will be none."""
+        until = time.monotonic() + self._reply_limit_s
+
+        def look() -> None:
+            if self._failure is None and time.monotonic() > until:
+                self._failure = EngineError(
+                    f"weight update: {self._peer} has not answered for {self._reply_limit_s:g} s, so it hangs or waits "
+                    "for one that does; see the log of its engine; more time: rollout.sglang.reply_limit_s"
+                )
+            self._raise_failure()
+
+        return look
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -199,7 +217,7 @@ class SchedulerSink:
             WeightSyncError: It is a refusal.
         """
         assert self._channel is not None, "begin comes first"
-        answer = self._channel.receive(self._raise_failure)
+        answer = self._channel.receive(self._patience())
         self._unanswered -= 1
         if "error" in answer:
             raise WeightSyncError(f"{self._peer}: {answer['error']}")
