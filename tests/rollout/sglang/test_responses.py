@@ -34,7 +34,7 @@ def test_responses_keep_their_order_tokens_and_logprobs():
         (2, {"versions": (("3", 1), ("4", 1))}, r"was made by weights of version 3; needs those of the last update, 4"),
         (0, {"versions": (("4", 2),)}, "tells versions of 2 tokens, but gave 3"),
         (0, {"tokens": (5, 6), "logprobs": (-1.0, -2.0), "versions": (("4", 2),)}, "cut it after 2 tokens"),
-        (2, {"logprobs": (-0.5, math.nan)}, "got a log-prob that is not finite"),
+        (2, {"logprobs": (math.nan, -0.5)}, "got a log-prob that is not finite"),
         (0, {"logprobs": (-math.inf, -1.0, -1.0)}, "got a log-prob that is not finite"),
     ],
 )
