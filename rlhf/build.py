@@ -37,6 +37,7 @@ from rlhf.models.calls import RoleCalls
 from rlhf.models.critic import Critic
 from rlhf.models.policy import Policy
 from rlhf.preflight.inputs import check_inputs
+from rlhf.reshard.quarantine import OnMismatch
 from rlhf.reshard.topology import Fanout
 from rlhf.reshard.verify import Verify
 from rlhf.reshard.weight_sync import WeightSync
@@ -273,6 +274,7 @@ def _weight_sync(config: PPORunConfig, site: Site) -> WeightSync | None:
         fanout=Fanout(config.sync.fanout),
         near=config.sync.near,
         verify=Verify(config.sync.verify),
+        on_mismatch=OnMismatch(config.sync.on_mismatch),
         engines=rollout.engines,
         span=site.span,
     )

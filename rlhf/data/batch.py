@@ -60,6 +60,20 @@ class Rollout(Table):
     policy_versions: Ragged = column(torch.int32)
     """int32 [sum T], version of the weights that sampled each token."""
 
+    @staticmethod
+    def unanswered(prompts: PromptBatch) -> "Rollout":
+        """Rows that no engine was asked for: one token each that was not sampled, the prompt's last, of version -1."""
+        rows, last = len(prompts), prompts.tokens.lengths.cumsum(0) - 1
+        ones = torch.ones(rows, dtype=torch.int64)
+        return Rollout(
+            prompts=prompts,
+            responses=Ragged(prompts.tokens.values[last], ones),
+            rollout_logprobs=Ragged(torch.zeros(rows), ones),
+            finish_reasons=torch.full((rows,), FinishReason.ABORT, dtype=torch.int8),
+            provenance=Ragged(torch.full((rows,), Provenance.TEMPLATE, dtype=torch.uint8), ones),
+            policy_versions=Ragged(torch.full((rows,), -1, dtype=torch.int32), ones),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ScoredRollout(Table):

@@ -26,7 +26,8 @@ class RewardMetrics:
     solved: float
     """Share of responses with a reward of at least eval.solved_at."""
     failed: float
-    """Responses whose reward function raised, hung or gave no finite number."""
+    """Responses without a score: the reward function raised, hung or gave no finite number, or the engine was left out
+    (sync/quarantined_engines)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,6 +176,8 @@ class SyncMetrics:
     """Logical tensors that were sent; the others had not changed."""
     policy_version: float
     """Version of the weights that the engines then held."""
+    quarantined_engines: float
+    """Engines that held other weights even when sent twice, and were not asked (sync.on_mismatch)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from rlhf.errors import WeightSyncError
 from rlhf.reshard.layout import Box
 from rlhf.reshard.plan import Move, Plan, RankPlan
 
@@ -127,13 +128,15 @@ def ends_of(receives: Iterable[Message], sends: Iterable[Message], rank: int, ra
     return [*(outgoing.get((rank, to), 0) for to in ranks), *(incoming.get((of, rank), 0) for of in ranks)]
 
 
-def first_unlike(ends: Sequence[Sequence[int]], ranks: Sequence[int]) -> tuple[int, int] | None:
-    """The first (sender, receiver) that do not have the same messages in mind, from `ends_of` every rank."""
+def check_ends(ends: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
+    """Raise WeightSyncError unless both ends of every pair have the same messages in mind; `ends` of each rank."""
     for a, sender in enumerate(ranks):
         for b, receiver in enumerate(ranks):
             if ends[a][b] != ends[b][len(ranks) + a]:
-                return sender, receiver
-    return None
+                raise WeightSyncError(
+                    f"reshard: ranks {sender} and {receiver} planned different messages; needs the same layouts, "
+                    "topology, fanout and bucket size on every rank; compare their configs and code"
+                )
 
 
 class _Packer:

@@ -1,50 +1,53 @@
 """64-bit checksums of blocks that add up, modulo 2^64, to that of the tensor, however it is cut.
 
-The checksum of a tensor is the sum over its elements of
+Each row of a tensor is read as numbers z of 8 bytes, signed. The checksum is the sum over them of
 
-    name x place x mix(bits)        place = the product over the dims of an odd number for the index there
+    name x ((A[row] + B[place]) x z + (C[row] + D[place]) x (z >> 32))
 
-with an odd number of the tensor's name, all of them hashes of 64 bits. `bits` is the element as a signed integer; one
-of 4 bytes is mixed (its upper half is added to its lower half, bit by bit, which can be undone), one of 8 bytes is two
-of 4, side by side. What is found:
+with hashes of 64 bits, A and C odd, B and D even, of the row and of the number's place in it, and `name` an odd one of
+the tensor's name. A vector is a row; of more than two dims, the earlier ones give one odd factor each. What is found:
 
-- A change of one element, whatever bits of it: always. Different bits have different mixes, less than 2^32 apart, and
-  that times odd numbers is not 0 modulo 2^64.
-- Any other change, such as two elements swapped, a block that lies elsewhere or is of an older version: unless numbers
-  of 64 bits happen to cancel. For random numbers of the indices the chance is near 2^-(57 - t), where 2^t divides every
-  difference of two mixes, old and new (7 bits go because numbers of rows and columns meet as products; 2^-(63 - t) for
-  vectors). t is 0 as soon as one element differs in bit 0, or in bit 16 and not in bit 0. Where one and the same bit of
-  several elements changes, such as signs, t is at most 15: 2^-42. It is more, up to 31, only where every element that
-  changes at all changes its upper and its lower half alike.
+- A change of one element of up to 4 bytes, whatever bits of it, and of one bit of any element: always. It changes
+  either z alone, by less than 2^32, or z >> 32, by as little, and z by 2^32 times as much; both are multiplied by an
+  odd number, which is not 0 modulo 2^64.
+- Two elements swapped, or any other change: unless numbers of 64 bits happen to cancel. For random hashes the chance is
+  2^-(63 - t), where 2^t divides all changes; of the lowest bits of 4 bytes t is 0, of signs alone it is 31.
+- Not found: changes that add up to 0 in each row and in each column of numbers. The least such pattern are four
+  elements at the corners of a rectangle, two that go up and two that go down by exactly the same.
 - Nothing that somebody makes on purpose: the numbers are known.
 
-Two sums of 32 bits, which would be quicker on CPUs, are as good at t = 0; at t = 15 each of them keeps 17 of its bits
-and both together 34, where one of 64 keeps 49.
+The form is chosen for the speed of a CPU, where a verified sync should cost little more than reading: sums of 64-bit
+numbers along rows and along columns run at the rate of memory, and what is multiplied is one number a row and one a
+place. A factor of 64 bits of its own for each element, which would also tell rectangles, takes five times as long
+(CPUs and torch have no vectors of 64-bit products); two sums of 32 bits leave 2^-2 of the chance for signs.
 
 Knows no plan and no process group, and needs torch alone, so that an engine's process can sum what it holds.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from rlhf.reshard.bucket import split
-from rlhf.reshard.layout import Box
+from rlhf.reshard.layout import Box, Span
 
-CHUNK_ELEMENTS = {"cpu": 2**15}
-"""Elements that are mixed at a time, by kind of device: on a CPU two numbers for each fit into a core's cache."""
+TILE_NUMBERS = {"cpu": 2**17}
+"""Numbers of 8 bytes that are shifted at a time, by kind of device: 1 MiB, which fits into a core's cache."""
 
-DEVICE_CHUNK_ELEMENTS = 2**21
-"""The same on every other device: 32 MiB of them, enough to fill it."""
+DEVICE_TILE_NUMBERS = 2**22
+"""The same on every other device: 32 MiB, enough to fill it."""
 
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 """Of SplitMix64's mixing function, as int64."""
 
-_DIM_SALT = 0x1E3779B97F4A7C15
-"""Keeps the numbers of different dims (at most 3) apart."""
+_SALT = 0x1E3779B97F4A7C15
+"""Keeps the hashes of different roles apart."""
+
+_ROW, _PLACE, _EARLIER = range(3)
+"""Roles of hashes: A and C, B and D, factors of the first dim before the last two; of the next dim, 3, and so on."""
 
 Place = tuple[str, Box]
 """A logical tensor's name and a box of it."""
@@ -52,30 +55,42 @@ Place = tuple[str, Box]
 Block = tuple[str, Box, Tensor]
 """The same with the elements there, of the box's shape; any dtype, device and strides."""
 
-Signed = tuple[int, Box, Tensor]
-"""1 or -1, a box, and the elements there: -1 takes off what is held twice, so that it counts once."""
+Weighted = tuple[int, Box, Tensor]
+"""How often it counts, a box, and the elements there. See `twice` for what is held twice."""
 
 
-def sums_in(places: Sequence[Place], held: Callable[[str], Iterable[Signed]]) -> list[int]:
+def sums_in(places: Sequence[Place], held: Callable[[str], Iterable[Weighted]]) -> list[int]:
     """Checksum of all that is held inside each place, signed 64-bit numbers; 0 where nothing is.
 
-    Local. `held` gives all blocks of a tensor that a rank or process holds, cut in any way; with sign 1 each, and with
-    -1 the parts that another block holds too. The elements are read once, and nothing of a block's size is allocated.
+    Local. `held` gives all blocks of a tensor that a rank or process holds, cut in any way: once each, and `twice` for
+    parts that are the repetition of another. No memory of a block's size is allocated.
     """
     found, blocks = [0] * len(places), []
     for at, (tensor, box) in enumerate(places):
-        for sign, there, elements in held(tensor):
+        for times, there, elements in held(tensor):
             common = box.intersect(there)
             if common is not None:
-                blocks.append((at, sign, (tensor, common, elements[inside(there, common).slices])))
-    for (at, sign, _), number in zip(blocks, checksums([block for *_, block in blocks]), strict=True):
-        found[at] = wrapped(found[at] + sign * number)
+                blocks.append((at, times, (tensor, common, elements[inside(there, common).slices])))
+    for (at, times, _), number in zip(blocks, checksums([block for *_, block in blocks]), strict=True):
+        found[at] = wrapped(found[at] + times * number)
     return found
+
+
+def twice(box: Box, first: Tensor, second: Tensor) -> tuple[Weighted, Weighted]:
+    """What to add for a block that is held a second time, beside both blocks: equal elements then count once in all.
+
+    So `first` counts -1 times and `second` 2 times; if either, or both alike, are wrong, the sum is too.
+    """
+    return (-2, box, first), (1, box, second)
 
 
 def checksums(blocks: Sequence[Block]) -> list[int]:
     """Checksum of each block, signed 64-bit numbers; waits for their device once."""
-    return torch.stack([checksum(*block) for block in blocks]).tolist() if blocks else []
+    if not blocks:
+        return []
+    rooms = {device: _room(device) for device in {block.device for _, _, block in blocks}}
+    sums = torch.stack([_nameless(box, block, rooms[block.device]) for _, box, block in blocks]).tolist()
+    return [wrapped(total * _name_number(tensor)) for (tensor, _, _), total in zip(blocks, sums, strict=True)]
 
 
 def wrapped(total: int) -> int:
@@ -91,11 +106,7 @@ def checksum(tensor: str, box: Box, block: Tensor) -> Tensor:
         box: The block's place in it.
         block: The elements, of the box's shape; any dtype and strides. It is read once.
     """
-    assert tuple(block.shape) == box.shape, f"{tensor}: block {tuple(block.shape)} for box {box.spans}"
-    total = torch.zeros((), dtype=torch.int64, device=block.device)
-    for part in split(box, CHUNK_ELEMENTS.get(block.device.type, DEVICE_CHUNK_ELEMENTS)):
-        total += _sum(part, block[inside(box, part).slices])
-    return total * _name_number(tensor)
+    return _nameless(box, block, _room(block.device)) * _name_number(tensor)
 
 
 def inside(box: Box, part: Box) -> Box:
@@ -103,40 +114,85 @@ def inside(box: Box, part: Box) -> Box:
     return part.shift(tuple(-start for start, _ in box.spans))
 
 
-def _sum(box: Box, block: Tensor) -> Tensor:
-    words = max(1, block.dtype.itemsize // 4)
-    *outer, (start, stop) = box.spans
-    mixed = _mixed(block).long()
-    mixed *= _numbers(len(outer), stop * words, block.device)[start * words : stop * words]
-    for dim, (first, end) in reversed(list(enumerate(outer))):
-        mixed = mixed.sum(-1)
-        mixed *= _numbers(dim, end, block.device)[first:end]
-    return mixed.sum()
+def _room(device: torch.device) -> Tensor:
+    """Memory for what is shifted: fresh memory for each tile would take longer than all sums."""
+    return torch.empty(TILE_NUMBERS.get(device.type, DEVICE_TILE_NUMBERS), dtype=torch.int64, device=device)
 
 
-def _mixed(part: Tensor) -> Tensor:
-    """The bits as signed integers, mixed where they are more than 16: [.., n] or, of elements of 8 bytes, [.., 2n]."""
-    if part.dtype.itemsize < 4:
-        return part.view(torch.int16 if part.dtype.itemsize == 2 else torch.int8)
-    bits = part.view(torch.int32) if part.dtype.itemsize == 4 else part.contiguous().view(torch.int32)
-    mixed = bits >> 16
-    mixed &= 2**16 - 1  # the shift repeats the sign bit, and then inverted bits would be mixed to the same
-    mixed ^= bits
-    return mixed
+def _nameless(box: Box, block: Tensor, room: Tensor) -> Tensor:
+    """The checksum of a block without its tensor's factor."""
+    assert tuple(block.shape) == box.shape, f"reshard: block {tuple(block.shape)} for box {box.spans}"
+    if len(box.spans) == 1:
+        box, block = Box(((0, 1), *box.spans)), block[None]
+    sums = []
+    for factor, plane, spans in _planes(box, block):
+        (top, _), (left, _) = spans
+        for rows, columns in _tiles(spans, 8 // block.dtype.itemsize, len(room)):
+            part = plane[rows[0] - top : rows[1] - top, columns[0] - left : columns[1] - left]
+            total = _sum(*_numbers(part, columns), rows[0], room)
+            sums.append(total if factor == 1 else total * factor)
+    return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
 
 
-def _numbers(dim: int, count: int, device: torch.device) -> Tensor:
-    """An odd number for each of the first `count` indices of a dim, int64 [at least count]."""
-    return _made(dim, 1 << (count - 1).bit_length(), device)
+def _planes(box: Box, block: Tensor) -> Iterator[tuple[int, Tensor, tuple[Span, Span]]]:
+    """(factor, elements, their rows and columns) for each index of the dims before the last two."""
+    *earlier, rows, columns = box.spans
+    for at in product(*(range(start, stop) for start, stop in earlier)):
+        factor, plane = 1, block
+        for dim, index in enumerate(at):
+            factor = wrapped(factor * int(_hashes(_EARLIER + dim, index, index + 1, torch.device("cpu"))[0]))
+            plane = plane[index - earlier[dim][0]]
+        yield factor, plane, (rows, columns)
+
+
+def _tiles(spans: tuple[Span, Span], each: int, most: int) -> Iterator[tuple[Span, Span]]:
+    """(rows, columns) of blocks of at most `most` numbers of `each` elements; columns are cut between numbers."""
+    (top, bottom), (left, right) = spans
+    while left < right:
+        high = min(right, (left // each + most) * each)
+        step = max(1, most // (-(-high // each) - left // each))
+        yield from (((at, min(bottom, at + step)), (left, high)) for at in range(top, bottom, step))
+        left = high
+
+
+def _numbers(part: Tensor, columns: Span) -> tuple[Tensor, int]:
+    """A block as numbers of 8 bytes, int64 [R, P], and the place of the first; 0 in bytes that are outside it."""
+    size = part.dtype.itemsize
+    each, (left, right) = 8 // size, columns
+    first, end = left // each, -(-right // each)
+    is_whole = (left % each, right % each, part.data_ptr() % 8, part.stride(0) * size % 8) == (0, 0, 0, 0)
+    if is_whole and part.stride(1) == 1:
+        return part.view(torch.int64), first
+    padded = torch.zeros(len(part), (end - first) * each, dtype=part.dtype, device=part.device)
+    padded[:, left - first * each : right - first * each] = part
+    return padded.view(torch.int64), first
+
+
+def _sum(z: Tensor, place: int, row: int, room: Tensor) -> Tensor:
+    (rows, places), device = z.shape, z.device
+    upper = torch.bitwise_right_shift(z, 32, out=room[: z.numel()].view(z.shape))
+    sums = torch.empty(2, rows + places, dtype=torch.int64, device=device)
+    for of, numbers in zip(sums, (z, upper), strict=True):
+        torch.sum(numbers, 1, out=of[:rows])
+        torch.sum(numbers, 0, out=of[rows:])
+    sums[:, :rows] *= _hashes(_ROW, row, row + rows, device)
+    sums[:, rows:] *= _hashes(_PLACE, place, place + places, device)
+    return sums.sum()
+
+
+def _hashes(role: int, start: int, stop: int, device: torch.device) -> Tensor:
+    """Of some indices of a dim, for a number and for its upper half, int64 [2, stop - start]."""
+    return _made(role, 1 << (stop - 1).bit_length(), device)[:, start:stop]
 
 
 @cache
-def _made(dim: int, count: int, device: torch.device) -> Tensor:
+def _made(role: int, count: int, device: torch.device) -> Tensor:
     """Kept: few sizes occur."""
-    mixed = torch.arange(count, device=device) + _DIM_SALT * (dim + 1)
+    mixed = torch.arange(count, device=device) + _SALT * torch.tensor([[2 * role + 1], [2 * role + 2]], device=device)
     for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
         mixed = (mixed ^ (mixed >> shift)) * multiplier
-    return (mixed ^ (mixed >> 31)) | 1
+    mixed ^= mixed >> 31
+    return mixed << 1 if role == _PLACE else mixed | 1
 
 
 @cache

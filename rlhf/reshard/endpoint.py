@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rlhf.errors import LayoutError
-from rlhf.reshard.checksum import Place, Signed, sums_in
+from rlhf.reshard.checksum import Place, Weighted, sums_in, twice
 from rlhf.reshard.execute import Destination, LocalParams, Params
 from rlhf.reshard.routes import Route, Routes
 from rlhf.reshard.windows import Manifest, Windowed, WindowSink
@@ -53,11 +53,12 @@ class InPlace:
         """See `Endpoint.sums`."""
         return sums_in(places, self._blocks)
 
-    def _blocks(self, tensor: str) -> Iterator[Signed]:
+    def _blocks(self, tensor: str) -> Iterator[Weighted]:
         yield from ((1, one.box, self._params.view_in(one, one.box)) for one in self._held[tensor])
         for echo in self._routes.part.echoes:
             if echo.tensor == tensor:
-                yield -1, echo.box, self._params.view_in(echo.first, echo.box)
+                places = (self._params.view_in(one, echo.box) for one in (echo.first, echo.second))
+                yield from twice(echo.box, *places)
 
     def end(self) -> None:
         """See `Endpoint.end`."""

@@ -39,7 +39,7 @@ class Quarantine:
             WeightSyncError: The policy is to stop at the first mismatch.
         """
         if found and self._policy is OnMismatch.STOP:
-            raise WeightSyncError(f"reshard: after the transfer {_listed(found)}; {_ADVICE}")
+            raise WeightSyncError(f"reshard: after the transfer {listed(found)}; {_ADVICE}")
         return bool(found)
 
     def left_out(self, found: Sequence[Mismatch]) -> tuple[Engine, ...]:
@@ -55,12 +55,13 @@ class Quarantine:
         worst = max(self._bad_in_a_row.values(), default=0)
         if worst == MOST_IN_A_ROW:
             raise WeightSyncError(
-                f"reshard: for {worst} transfers in a row, sent twice each, {_listed(found)}; {_ADVICE}"
+                f"reshard: for {worst} transfers in a row, sent twice each, {listed(found)}; {_ADVICE}"
             )
         return out
 
 
-def _listed(found: Sequence[Mismatch]) -> str:
+def listed(found: Sequence[Mismatch]) -> str:
+    """The first few as text."""
     more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     return "; ".join(str(one) for one in found[:SHOWN]) + more
 

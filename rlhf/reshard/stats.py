@@ -1,7 +1,7 @@
 """What a transfer did, over all ranks: bytes where they moved, against the least that had to."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf.reshard.check import ratio
 from rlhf.reshard.quarantine import Engine
@@ -29,6 +29,16 @@ class RankShare:
     def moved(self) -> int:
         """Bytes that came from other ranks."""
         return self.received[Link.SAME_NODE] + self.received[Link.ACROSS_NODES]
+
+    def with_another_try(self, other: "RankShare") -> "RankShare":
+        """The same transfer after a second try: what moved is counted twice, what had to move is not."""
+        return replace(
+            self,
+            received={link: count + other.received[link] for link, count in self.received.items()},
+            sent=self.sent + other.sent,
+            staging_bytes=max(self.staging_bytes, other.staging_bytes),
+            staged_bytes=max(self.staged_bytes, other.staged_bytes),
+        )
 
     def row(self) -> list[int]:
         """As numbers, for a gather."""
@@ -68,8 +78,8 @@ class ReshardStats:
     """Most of it that a rank used at one time."""
     num_tensors: int = 0
     """Logical tensors that were sent; the others were unchanged."""
-    sent_again: bool = False
-    """The two sides differed, so everything was sent a second time; its bytes are counted too."""
+    differed: str = ""
+    """What differed, so that everything was sent a second time, counted in the bytes above; empty: nothing did."""
     left_out: tuple[Engine, ...] = ()
     """Engines that hold other weights than their sources even so, and must not be used until the next transfer."""
 
@@ -79,7 +89,7 @@ class ReshardStats:
         *,
         seconds: float,
         num_tensors: int,
-        sent_again: bool = False,
+        differed: str = "",
         left_out: tuple[Engine, ...] = (),
     ) -> "ReshardStats":
         """From the shares of all ranks."""
@@ -97,9 +107,13 @@ class ReshardStats:
             staging_bytes=max(one.staging_bytes for one in shares.values()),
             staged_bytes=max(one.staged_bytes for one in shares.values()),
             num_tensors=num_tensors,
-            sent_again=sent_again,
+            differed=differed,
             left_out=left_out,
         )
+
+    def leaves_out(self, rank: int) -> bool:
+        """Whether a rank belongs to an engine that is left out."""
+        return any(rank in engine for engine in self.left_out)
 
     @property
     def moved(self) -> int:

@@ -15,7 +15,7 @@ from rlhf.reshard.layout import Box
 SLICES = 20
 """Syncs until every element was checked: what is wrong and stays wrong is found within so many."""
 
-BAND_ELEMENTS = 2**16
+BAND_ELEMENTS = 2**18
 """Least size of a band where its tensor has more: below, calls take longer than the sums."""
 
 MAX_BANDS = 8 * SLICES

@@ -19,6 +19,19 @@ from rlhf.reshard.turn import Turn
 ReduceFn = Callable[[list[int]], list[int]]
 """Sums over the ranks of both pools, place by place, modulo 2^64; signed. Collective over them."""
 
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What one rank found on its two sides of a transfer, in one turn."""
+
+    given: Mapping[int, Mapping[str, int]]
+    """By destination rank and tensor."""
+    held: Mapping[str, int]
+    """By tensor."""
+    differences: list[int]
+    """For each rank of the destination's pool, given minus held: added up over all ranks, 0 where both are equal."""
+
+
 HeldFn = Callable[[Sequence[Place]], Sequence[int]]
 """Checksum of what this rank holds inside each place, taken by whoever has its destination parameters."""
 
@@ -59,6 +72,10 @@ class Mismatch:
         return f"rank {self.rank} holds {self.tensor}[{place}] otherwise ({sums})"
 
 
+NO_SUMS = Sums({}, {}, [])
+"""Of a transfer after which nothing is compared."""
+
+
 class Comparison:
     """One rank's part in comparing both sides of a transfer, as often as asked."""
 
@@ -71,8 +88,8 @@ class Comparison:
         """Each block that this rank gives, with the ranks that get it."""
         self._parts: dict[Turn, tuple[list[tuple[Place, list[int]]], list[Place]]] = {}
 
-    def run(self, src: LocalParams, held: HeldFn, turn: Turn) -> tuple[Mismatch, ...]:
-        """What differs, the same on every rank; nothing when all is well. Collective over the ranks of both pools."""
+    def sums(self, src: LocalParams, held: HeldFn, turn: Turn) -> Sums:
+        """Read what the turn checks on this rank. Local."""
         giving, holding = self._parts_of(turn)
         given: dict[int, dict[str, int]] = {}
         for (place, ranks), number in zip(giving, _sums(src, [place for place, _ in giving]), strict=True):
@@ -81,17 +98,22 @@ class Comparison:
         mine: dict[str, int] = {}
         for (tensor, _), number in zip(holding, held(holding), strict=True):
             _add(mine, tensor, number)
-        pool, own = self._plan.dst.ranks, sum(mine.values())
-        totals = self._reduce([sum(given.get(rank, {}).values()) - self._own(rank, own) for rank in pool])
-        wrong = [rank for rank, total in zip(pool, totals, strict=True) if total]
-        return tuple(one for rank in wrong for one in self._search(rank, given.get(rank, {}), mine, src, held))
+        own = sum(mine.values())
+        totals = (sum(given.get(rank, {}).values()) - self._own(rank, own) for rank in self._plan.dst.ranks)
+        return Sums(given, mine, [wrapped(total) for total in totals])
 
-    def _search(
-        self, rank: int, given: Mapping[str, int], mine: Mapping[str, int], src: LocalParams, held: HeldFn
-    ) -> Iterator[Mismatch]:
+    def search(self, sums: Sums, totals: Sequence[int], src: LocalParams, held: HeldFn) -> tuple[Mismatch, ...]:
+        """What differs, from the sums of `Sums.differences` over all ranks: the same on every rank.
+
+        Collective over the ranks of both pools where one is not 0; else nothing is asked and nothing found.
+        """
+        wrong = [self._plan.dst.ranks[at] for at, total in enumerate(totals) if wrapped(total)]
+        return tuple(one for rank in wrong for one in self._search(rank, sums, src, held))
+
+    def _search(self, rank: int, sums: Sums, src: LocalParams, held: HeldFn) -> Iterator[Mismatch]:
         """What differs on one rank. Collective."""
-        names = list(self._plan.dst_index.of_rank(rank))
-        totals = self._reduce([given.get(name, 0) - self._own(rank, mine.get(name, 0)) for name in names])
+        names, given = list(self._plan.dst_index.of_rank(rank)), sums.given.get(rank, {})
+        totals = self._reduce([given.get(name, 0) - self._own(rank, sums.held.get(name, 0)) for name in names])
         for number, name in enumerate(name for name, total in zip(names, totals, strict=True) if total):
             yield self._narrowed(rank, name, src, held, rounds=64 if number < NARROWED else 1)
 

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from rlhf.errors import LayoutError, WeightSyncError
 from rlhf.metrics.timers import SpanFn, no_span
-from rlhf.reshard.bucket import ends_of, first_unlike
+from rlhf.reshard.bucket import check_ends, ends_of
 from rlhf.reshard.check import Certificate, RankTraffic, check_arrivals, rank_traffic
 from rlhf.reshard.endpoint import Endpoint, endpoint
 from rlhf.reshard.execute import LocalParams, execute
@@ -18,13 +18,13 @@ from rlhf.reshard.layout import ModelLayout
 from rlhf.reshard.near import near_transport
 from rlhf.reshard.numbers import GroupNumbers
 from rlhf.reshard.plan import make_plan
-from rlhf.reshard.quarantine import Engine, OnMismatch, Quarantine
+from rlhf.reshard.quarantine import Engine, OnMismatch, Quarantine, listed
 from rlhf.reshard.routes import Route, RouteCache, Routes, digest
 from rlhf.reshard.stats import NOTHING_MOVED, RankShare, ReshardStats
 from rlhf.reshard.topology import Fanout, Link, Topology
 from rlhf.reshard.transport import GroupTransport, Transport
 from rlhf.reshard.turn import EVERYTHING, SLICES, Turn
-from rlhf.reshard.verify import Comparison, Mismatch, Verify
+from rlhf.reshard.verify import NO_SUMS, Comparison, Mismatch, Verify
 from rlhf.reshard.windows import WindowSink, check_direct
 
 DEFAULT_BUCKET_BYTES = 64 * 2**20
@@ -106,8 +106,8 @@ class WeightSync:
             LayoutError: A parameter is missing, too small, or of another dtype than its layout says, or `changed` names
                 an unknown tensor. Nothing was moved; the other ranks raise WeightSyncError.
             EngineError: The process behind this rank's sink is gone.
-            WeightSyncError: The two sides do not hold the same weights afterwards (with quarantine: `MOST_IN_A_ROW`
-                times), or ranks disagree on what changed; on all ranks.
+            WeightSyncError: The two sides do not hold the same weights afterwards (and the policy says so), or ranks
+                disagree on what changed; on all ranks.
         """
         return NOTHING_MOVED if self._way is None else self._way.run(src_params, dst_params, changed)
 
@@ -181,29 +181,18 @@ class _Way:
         start = time.perf_counter()
         src, dst, route, is_fresh = self._agree(src_params, dst_params, changed)
         self.complete_next = True  # until all went well
-        received, sent = dict(self._transport.traffic.received), sum(self._transport.traffic.sent.values())
-        found = self._transfer(route, src, dst, self._next_turn(is_fresh))
-        was_sent_again = self._quarantine.admits_another_try(found)
-        if was_sent_again:
-            found = self._transfer(self._routes.route(), src, dst, EVERYTHING)
+        shares, found = self._transfer(route, src, dst, self._next_turn(is_fresh))
+        differed = listed(found)
+        if self._quarantine.admits_another_try(found):
+            more, found = self._transfer(self._routes.route(), src, dst, EVERYTHING)
+            shares = [one.with_another_try(other) for one, other in zip(shares, more, strict=True)]
         left_out = self._quarantine.left_out(found)
-        received = {link: count - received[link] for link, count in self._transport.traffic.received.items()}
-        received[Link.SAME_RANK] = sum(m.box.num_elements for m in route.part.copies) * self._plan.src.item_bytes
-        share = RankShare(
-            received=received,
-            sent=sum(self._transport.traffic.sent.values()) - sent,
-            bound=route.bound,
-            far_bound=route.far_bound,
-            staging_bytes=self._routes.staging.num_bytes + route.region_bytes,
-            staged_bytes=self._routes.staging.used_bytes + route.region_bytes,
-        )
-        shares = [RankShare.of_row(row) for row in self._numbers.gather(share.row(), "all done")]
         self.complete_next = bool(left_out)
         return ReshardStats.of(
             dict(zip(self._plan.ranks, shares, strict=True)),
             seconds=time.perf_counter() - start,
             num_tensors=route.num_tensors,
-            sent_again=was_sent_again,
+            differed=differed,
             left_out=left_out,
         )
 
@@ -214,8 +203,14 @@ class _Way:
         self._num_sampled += 1
         return Turn(self._num_sampled % SLICES)
 
-    def _transfer(self, route: Route, src: LocalParams, dst: Endpoint, turn: Turn | None) -> tuple[Mismatch, ...]:
-        """Move the bytes, and see that they have arrived: what differs of what the turn compares. Collective."""
+    def _transfer(
+        self, route: Route, src: LocalParams, dst: Endpoint, turn: Turn | None
+    ) -> tuple[list[RankShare], tuple[Mismatch, ...]]:
+        """Move the bytes, and see that they have arrived. Collective.
+
+        Returns the shares of all ranks, and what differs of what the turn compares.
+        """
+        received, sent = dict(self._transport.traffic.received), sum(self._transport.traffic.sent.values())
         try:
             if self._routes.windowed:
                 self._begin(route, dst)
@@ -228,11 +223,23 @@ class _Way:
                 device=self._device,
                 span=self._span,
             )
-            if turn is None:
-                return ()
-            with self._span("compare weights"):
+            received = {link: count - received[link] for link, count in self._transport.traffic.received.items()}
+            received[Link.SAME_RANK] = sum(m.box.num_elements for m in route.part.copies) * route.item_bytes
+            share = RankShare(
+                received=received,
+                sent=sum(self._transport.traffic.sent.values()) - sent,
+                bound=route.bound,
+                far_bound=route.far_bound,
+                staging_bytes=self._routes.staging.num_bytes + route.region_bytes,
+                staged_bytes=self._routes.staging.used_bytes + route.region_bytes,
+            ).row()
+            with self._span("sum weights"):
                 # What was not sent is compared too: it shows a tensor that changed against the caller's word.
-                return self._comparison.run(src, dst.sums, turn)
+                sums = NO_SUMS if turn is None else self._comparison.sums(src, dst.sums, turn)
+            rows = self._numbers.gather([*share, *sums.differences], "all done")
+            totals = [sum(column) for column in zip(*(row[len(share) :] for row in rows), strict=True)]
+            found = self._comparison.search(sums, totals, src, dst.sums)
+            return [RankShare.of_row(row[: len(share)]) for row in rows], found
         finally:
             dst.end()
 
@@ -290,9 +297,4 @@ class _Way:
     def _compare_ends(self, route: Route) -> None:
         """Raise WeightSyncError unless both ends of every pair of ranks have the same messages in mind."""
         ends = ends_of(route.receives, route.sends, self._rank, self._plan.ranks)
-        pair = first_unlike(self._numbers.gather(ends), self._plan.ranks)
-        if pair is not None:
-            raise WeightSyncError(
-                f"reshard: ranks {pair[0]} and {pair[1]} planned different messages; needs the same layouts, topology, "
-                "fanout and bucket size on every rank; compare their configs and code"
-            )
+        check_ends(self._numbers.gather(ends), self._plan.ranks)

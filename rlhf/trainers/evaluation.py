@@ -45,9 +45,14 @@ class Evaluation:
     shown: int = 3
     """Samples kept of each owner."""
 
-    def run(self, step: int) -> EvaluationResult:
-        """Evaluate the weights that the engines hold. Collective over the job."""
-        rollout = self.engine.generate(self.prompts, self.config.sampling) if self.engine else None
+    def run(self, step: int, *, leave_out: bool = False) -> EvaluationResult:
+        """Evaluate the weights that the engines hold. Collective over the job.
+
+        `leave_out`: this rank's engine holds other weights than it should, so its problems are not asked; the same on
+        all ranks of the engine.
+        """
+        engine = None if leave_out else self.engine
+        rollout = engine.generate(self.prompts, self.config.sampling) if engine else None
         mine: tuple[list[list[float]], list[SampleRecord]] = ([], [])
         if rollout is not None and self.scorer is not None:
             scored = self.scorer.score(rollout)

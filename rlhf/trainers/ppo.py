@@ -25,7 +25,7 @@ from rlhf.trainers.policy_sync import PolicySync
 from rlhf.trainers.profiler import StepProfiler
 from rlhf.trainers.reporter import Reporter
 from rlhf.trainers.sample_dump import SampleDump
-from rlhf.trainers.scoring import Scorer
+from rlhf.trainers.scoring import WRONG_WEIGHTS, Scorer, dropped
 from rlhf.trainers.shaping import shape_rewards
 from rlhf.trainers.step_stats import StepPart, samples_of
 
@@ -83,9 +83,9 @@ class PPOLoop:
         prompts = self._prompts(state)
         with self.phases.rollout():
             sync = self._sync(state)
-            rollout = self._generate(prompts)
+            rollout = self._generate(prompts, left_out=self._is_left_out(sync))
         with self.timers.phase("reward"):
-            scored = self.scorer.score(rollout) if self.scorer else ScoredRollout.empty()
+            scored = self._score(rollout, left_out=self._is_left_out(sync))
             shaped = shape_rewards(scored, config, earlier=state.rewards, owners_group=self.owners_group)
         with self.phases.training():
             experience = make_experience(
@@ -132,18 +132,29 @@ class PPOLoop:
         with self.timers.phase("rollout/sync"):
             return self.policy_sync.update_weights(policy_version=state.policy_version)
 
-    def _generate(self, prompts: PromptBatch) -> Rollout:
+    def _is_left_out(self, sync: ReshardStats | None) -> bool:
+        """Whether this rank's engine holds wrong weights."""
+        return sync is not None and sync.leaves_out(self.rank)
+
+    def _generate(self, prompts: PromptBatch, *, left_out: bool = False) -> Rollout:
         if self.engine is None:
             return Rollout.empty()
         with self.timers.phase("rollout/generate"):
+            if left_out:
+                return Rollout.unanswered(prompts)
             return self.engine.generate(prompts, self.config.rollout.sampling) or Rollout.empty()
+
+    def _score(self, rollout: Rollout, *, left_out: bool) -> ScoredRollout:
+        if self.scorer is None:
+            return ScoredRollout.empty()
+        return dropped(rollout, WRONG_WEIGHTS) if left_out else self.scorer.score(rollout)
 
     def _evaluate(self, state: DriverState) -> EvaluationResult | None:
         if not self.config.data.held_out:
             return None
         with self.phases.evaluation():
-            self.policy_sync.update_weights(policy_version=state.policy_version)
-            return self.evaluation.run(state.step)
+            sync = self.policy_sync.update_weights(policy_version=state.policy_version)
+            return self.evaluation.run(state.step, leave_out=self._is_left_out(sync))
 
 
 def _due(step: int, every: int) -> bool:

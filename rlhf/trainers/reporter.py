@@ -22,9 +22,10 @@ from rlhf.metrics.run_folder import RunFolder, Summary
 from rlhf.metrics.series import RunSeries, read_metrics
 from rlhf.metrics.sinks import SinkSet
 from rlhf.metrics.timers import Timers
+from rlhf.reshard.stats import ReshardStats
 from rlhf.trainers.driver_state import DriverState
 from rlhf.trainers.evaluation import EvaluationResult, sample_records
-from rlhf.trainers.scoring import Scorer
+from rlhf.trainers.scoring import WRONG_WEIGHTS, Scorer
 from rlhf.trainers.step_stats import StepPart, combine
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,8 @@ class Reporter:
     ) -> None:
         """Report the step that began with a state; in reports steps are counted from 1."""
         step = state.step + 1
-        failure = next((result.error for result in scored.results if result.error), "")
+        errors = (result.error for result in scored.results)
+        failure = next((error for error in errors if error and error != WRONG_WEIGHTS), "")
         part = replace(part, seconds=self._timers.drain(), failure=failure)
         shown = self._config.log.samples_per_step
         records = sample_records(scored, self._scorer, count=shown, step=step, split="train") if self._scorer else []
@@ -108,11 +110,22 @@ class Reporter:
         metrics = combine({rank: p for rank, (p, _) in enumerate(everywhere)}, state)
         if held_out is not None:
             metrics = replace(metrics, held_out=_held_out(held_out))
+        self._note_sync(step, next((p.sync for p, _ in everywhere if p.sync), None))
         self._note_failures(step, metrics, [p.failure for p, _ in everywhere if p.failure])
         self._rewards.append(metrics.reward.mean if metrics.reward else NAN)
         self._desk.sinks.write(step, metrics.flatten())
         train = [record for _, rows in everywhere for record in rows][:shown]
         self._desk.folder.add_samples(train + list(held_out.samples if held_out else ()))
+
+    def _note_sync(self, step: int, sync: ReshardStats | None) -> None:
+        """Say on the console that engines did not hold what they were given."""
+        if sync is None or not sync.differed or self._desk is None:
+            return
+        out = len(sync.left_out)
+        fate = f"{out} engines are wrong even so and left out of this step" if out else "then both sides were equal"
+        self._desk.display.note(
+            f"step {step}: after the weight sync {sync.differed}; all was sent again, {fate} (sync.on_mismatch)"
+        )
 
     def _note_failures(self, step: int, metrics: StepMetrics, failures: list[str]) -> None:
         """Say on the console that rewards fail: at the first step that has any, then ever more rarely."""

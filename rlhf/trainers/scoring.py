@@ -6,12 +6,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlhf.data.batch import Rollout, ScoredRollout
+from rlhf.data.record import RewardResult
 from rlhf.data.tokenizer import decode_responses
 from rlhf.dist.progress_clock import ProgressClock
 from rlhf.reward.function import RewardFunction
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+WRONG_WEIGHTS = "its engine held other weights than the actor (sync.on_mismatch=quarantine)"
+"""Why the rows of an engine that a sync leaves out have no score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +46,14 @@ class Scorer:
             valid=torch.tensor([self.function.keeps(result) for result in results], dtype=torch.bool),
             results=results,
         )
+
+
+def dropped(rollout: Rollout, error: str) -> ScoredRollout:
+    """The rows without a score, which take part in no loss; no reward function is called."""
+    rows = len(rollout)
+    return ScoredRollout(
+        rollout=rollout,
+        scores=torch.zeros(rows),
+        valid=torch.zeros(rows, dtype=torch.bool),
+        results=(RewardResult(0.0, error=error),) * rows,
+    )

@@ -183,6 +183,7 @@ def _sync_metrics(sync: ReshardStats, policy_version: int) -> SyncMetrics:
         staging_bytes=sync.staging_bytes,
         tensors=sync.num_tensors,
         policy_version=policy_version,
+        quarantined_engines=len(sync.left_out),
     )
 
 

@@ -1,7 +1,6 @@
 """Checksums equal a slow reference, add up whatever the cut, and see every change."""
 
 import hashlib
-import struct
 from itertools import product
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf.reshard import checksum as module
-from rlhf.reshard.checksum import checksum, checksums, sums_in, wrapped
+from rlhf.reshard.checksum import checksum, checksums, sums_in, twice, wrapped
 from rlhf.reshard.layout import Box
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -26,18 +25,24 @@ def signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-def odd_number(dim: int, index: int) -> int:
+def hashed(role: int, index: int) -> int:
     """SplitMix64 with arithmetic shifts, in Python's own integers."""
-    z = signed(index + 0x1E3779B97F4A7C15 * (dim + 1))
+    z = signed(index + 0x1E3779B97F4A7C15 * (role + 1))
     z = signed((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9)
     z = signed((z ^ (z >> 27)) * 0x94D049BB133111EB)
-    return z ^ (z >> 31) | 1
+    return z ^ (z >> 31)
 
 
-def mix(word: int) -> int:
-    upper = (word % 2**32) >> 16
-    low = word % 2**32 ^ upper
-    return low - 2**32 if low >= 2**31 else low
+def slow_weights(row: int, place: int) -> tuple[int, int]:
+    """Of a number of 8 bytes, and of its upper half."""
+    return (hashed(0, row) | 1) + 2 * hashed(2, place), (hashed(1, row) | 1) + 2 * hashed(3, place)
+
+
+def weights_of(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`slow_weights` of all places, from the tables that the module keeps."""
+    cpu, (rows, places) = torch.device("cpu"), shape
+    (a, c), (b, d) = module._hashes(0, 0, rows, cpu), module._hashes(1, 0, places, cpu)
+    return a[:, None] + b, c[:, None] + d
 
 
 def slow_checksum(name: str, box: Box, block: torch.Tensor) -> int:
@@ -46,19 +51,22 @@ def slow_checksum(name: str, box: Box, block: torch.Tensor) -> int:
     for at in product(*(range(start, stop) for start, stop in box.spans)):
         element = block[tuple(i - start for i, (start, _) in zip(at, box.spans, strict=True))]
         raw = bytes(element.reshape(1).view(torch.uint8).tolist())
-        words = [struct.unpack("<h", raw)[0]] if size == 2 else [mix(w) for w in struct.unpack(f"<{size // 4}i", raw)]
-        for word, bits in enumerate(words):
-            *outer, last = at
-            factor = odd_number(len(outer), last * len(words) + word)
-            for dim, index in enumerate(outer):
-                factor *= odd_number(dim, index)
-            total += factor * bits
+        *earlier, row, last = (0, *at) if len(at) == 1 else at
+        place, skipped = divmod(last * size, 8)
+        z = int.from_bytes((bytes(skipped) + raw).ljust(8, b"\0"), "little", signed=True)
+        of_number, of_upper = slow_weights(row, place)
+        factor = 1
+        for dim, index in enumerate(earlier):
+            factor *= hashed(4 + 2 * dim, index) | 1
+        total += factor * (of_number * z + of_upper * (z >> 32))
     name_number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1
     return signed(total * name_number)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("spans", [((3, 8),), ((0, 4), (5, 12)), ((1, 3), (2, 5), (7, 11))])
+@pytest.mark.parametrize(
+    "spans", [((3, 8),), ((0, 4), (5, 12)), ((1, 3), (2, 5), (7, 11)), ((0, 2), (1, 3), (2, 4), (0, 3))]
+)
 def test_equals_the_definition(dtype, spans):
     box = Box(spans)
     block = torch.randn(box.shape, generator=torch.Generator().manual_seed(len(spans))).to(dtype)
@@ -103,20 +111,43 @@ def test_sums_in_places_do_not_depend_on_how_the_holdings_are_cut(data):
     tensor = torch.randn(11, 7, generator=torch.Generator().manual_seed(3))
     whole = whole_of(tensor)
     held = [(1, part, tensor[part.slices]) for part in data.draw(cuts(whole))]
-    twice = Box.of((2, 5), (0, 7))
-    held += [(1, twice, tensor[twice.slices]), (-1, twice, tensor[twice.slices])]
+    again = Box.of((2, 5), (0, 7))
+    held += [(1, again, tensor[again.slices]), *twice(again, tensor[again.slices], tensor[again.slices])]
     places = [("w", place) for place in data.draw(cuts(whole))]
     found = sums_in(places, lambda _: held)
     assert found == [int(checksum(name, place, tensor[place.slices])) for name, place in places]
     assert sums_in([("w", Box.of((20, 30), (0, 7)))], lambda _: held) == [0]
 
 
+def test_one_wrong_copy_of_two_shows_and_two_alike_do():
+    tensor, box = torch.arange(6.0).view(2, 3), Box.of((0, 2), (0, 3))
+    wrong = tensor + 1
+
+    def total(first: torch.Tensor, second: torch.Tensor) -> int:
+        blocks = [(1, box, first), (1, box, second), *twice(box, first, second)]
+        return sums_in([("w", box)], lambda _: blocks)[0]
+
+    right = int(checksum("w", box, tensor))
+    assert total(tensor, tensor) == right
+    assert right not in (total(wrong, tensor), total(tensor, wrong), total(wrong, wrong))
+
+
 def test_a_large_block_is_read_in_parts(monkeypatch):
     tensor = torch.randn(37, 11)
     at_once = checksum("w", whole_of(tensor), tensor)
-    for chunk in (5, 50):
-        monkeypatch.setattr(module, "CHUNK_ELEMENTS", {"cpu": chunk})
+    for numbers in (1, 5, 50):
+        monkeypatch.setattr(module, "TILE_NUMBERS", {"cpu": numbers})
         assert checksum("w", whole_of(tensor), tensor) == at_once
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_that_is_not_aligned_gives_the_same(dtype):
+    flat = torch.randn(200, generator=torch.Generator().manual_seed(4)).to(dtype)
+    aligned = flat[:72].view(6, 12).clone()
+    for stride, offset in ((13, 0), (13, 3), (12, 1), (16, 5)):
+        strided = flat.as_strided((6, 12), (stride, 1), offset)
+        strided.copy_(aligned)
+        assert checksum("w", whole_of(aligned), strided) == checksum("w", whole_of(aligned), aligned)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -141,21 +172,18 @@ def test_every_flipped_bit_every_swap_and_every_other_name_shows(dtype):
     assert len(seen) == count
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(2**18,), (2**9, 2**9)])
-def test_flips_of_one_bit_at_two_places_do_not_cancel(dtype, shape):
-    """All pairs of 2^18 places, 2^36 of them with signs: a chance of 2^-34, that of two sums of 32 bits, would show.
+@pytest.mark.parametrize("shape", [(1, 2**18), (2**9, 2**9)])
+def test_changes_of_one_bit_at_two_places_do_not_cancel(shape):
+    """All pairs of 2^18 places, 2^36 of them with signs: the weights differ modulo 2^49, what bit 15 leaves of 64.
 
-    The sum is linear in the mixed bits, so it is enough that no two places change it by the same number, or inversely.
+    For random weights the chance that any two of them do not is 2^-12.
     """
-    bits = torch.tensor([[0], [-(2 ** (8 * dtype.itemsize - 1))], [1]]).to(BITS[dtype.itemsize])
-    zero, sign, lowest = module._mixed(bits.view(dtype)).long().flatten().tolist()
-    numbers = module._numbers(len(shape) - 1, shape[-1], torch.device("cpu"))[: shape[-1]]
-    if len(shape) == 2:
-        numbers = (module._numbers(0, shape[0], torch.device("cpu"))[: shape[0], None] * numbers).flatten()
-    for mixed in (sign, lowest):
-        changes = numbers * (mixed - zero)
-        assert torch.cat([changes, -changes]).unique().numel() == 2 * changes.numel()
+    lower, upper = weights_of(shape)
+    assert (int(lower[0, 77]), int(upper[0, 77])) == tuple(signed(weight) for weight in slow_weights(0, 77))
+    for weights in (lower, upper):
+        assert (weights % 2 == 1).all()
+        both = torch.cat([weights.flatten(), -weights.flatten()]) & (2**49 - 1)
+        assert both.unique().numel() == both.numel()
 
 
 def test_signs_and_scales_of_whole_tensors_show():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlhf.errors import EngineError, LayoutError, WeightSyncError
 from rlhf.reshard.cells import Cells
-from rlhf.reshard.checksum import Place, Signed, sums_in
+from rlhf.reshard.checksum import Place, Weighted, sums_in, twice
 from rlhf.reshard.layout import Box, ParamLayout
 from rlhf.rollout.sglang.channel import Channel, knock
 from rlhf.rollout.sglang.layout import folded
@@ -169,11 +169,11 @@ class _Transfer:
         """Checksum of what the rank holds inside each place, from the parameters; what is held twice counts once."""
         return sums_in(places, self._blocks)
 
-    def _blocks(self, tensor: str) -> Iterator[Signed]:
+    def _blocks(self, tensor: str) -> Iterator[Weighted]:
         yield from ((1, one.box, self._view(one, one.box)) for one in self.coming.held.get(tensor, ()))
         for again in self.coming.repeats:
             if again.first.tensor == tensor:
-                yield -1, again.box, self._view(again.first, again.box)
+                yield from twice(again.box, self._view(again.first, again.box), self._view(again.second, again.box))
 
     def _view(self, one: ParamLayout, box: Box) -> Tensor:
         return self._params[one.param][one.param_box(box).slices]

@@ -1,0 +1,84 @@
+"""An engine that holds other weights than the actor takes no part in a step, and is right again in the next."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlhf.build import build_loop
+from rlhf.dist.groups import GroupFactory
+from rlhf.reshard.execute import execute
+from rlhf.trainers.driver_state import DriverState
+from rlhf.trainers.ppo import PPOLoop
+from rlhf.trainers.scoring import WRONG_WEIGHTS
+from tests.harness.ranks import run_ranks
+from tests.trainers.tiny_run import load, make_files, ranks_here
+
+
+@contextmanager
+def _ruined(loop: PPOLoop, rank: int) -> Iterator[None]:
+    """The engine of a rank holds not a number everywhere, however often it is sent to."""
+
+    def execute_badly(*args: object, **kept: object) -> None:
+        execute(*args, **kept)
+        if dist.get_rank() == rank:
+            assert loop.engine is not None
+            for param in loop.engine.params().values():
+                param.fill_(float("nan"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlhf.reshard.weight_sync.execute", execute_badly)
+        yield
+
+
+def _step_without_an_engine(folder: Path) -> None:
+    torch.set_num_threads(1)
+    groups = GroupFactory(device_backend="gloo", timeout=timedelta(seconds=60))
+    config = load(folder, "rollout.dp=2", "actor.parallel.tp=2", "sync.on_mismatch=quarantine")
+    loop = build_loop(config, ranks_here(folder / "runs" / config.name, groups))
+    assert isinstance(loop, PPOLoop)
+    rank = dist.get_rank()
+    with loop.reporter, loop.sample_dump:
+        with _ruined(loop, rank=1):
+            began = DriverState.start(config)
+            held_out = loop._evaluate(began)
+            assert held_out is not None
+            assert held_out.problems == 2  # of 4: those of the other engine
+            with loop.timers.phase("step"):
+                state, experience, part = loop.step(began)
+        loop.reporter.step_done(began, part, experience.scored, None)
+        assert part.sync is not None
+        assert part.sync.left_out == ((1,),)
+        assert "rank 1 holds " in part.sync.differed
+        errors = {result.error for result in experience.scored.results}
+        if rank == 1:
+            assert len(experience) == 4
+            assert experience.scored.rollout.policy_versions.values.tolist() == [-1] * 4
+            assert errors == {WRONG_WEIGHTS}
+            assert not experience.loss_mask.values.any()
+        else:
+            assert len(experience) == 6
+            assert errors == {""}
+            assert experience.loss_mask.values.all()
+        assert part.actor is None or torch.tensor(part.actor.grad_norm).isfinite()
+        assert all(param.isfinite().all() for param in loop.policy_sync._actor_params().values())
+
+        _, experience, part = loop.step(state)
+        assert part.sync is not None
+        assert (part.sync.left_out, part.sync.differed, part.sync.ratio) == ((), "", 1.0)
+        assert experience.loss_mask.values.all()
+        difference = experience.scored.rollout.rollout_logprobs.values - experience.old_logprobs.values
+        assert difference.abs().max() < 1e-4
+
+
+@pytest.mark.dist
+def test_rows_of_an_engine_with_wrong_weights_count_nothing_for_one_step(tmp_path: Path) -> None:
+    make_files(tmp_path)
+    run_ranks(2, _step_without_an_engine, tmp_path)
+    metrics = json.loads((tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (metrics["sync/quarantined_engines"], metrics["reward/failed"]) == (1, 4)
