@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"{error}\n")
         return int(ExitCode.BAD_INPUT)
     # Only here: the imports take seconds, for which neither --help nor a broken config should wait.
-    from rlhf.build import build_loop  # noqa: PLC0415
+    from rlhf.build.loops import build_loop  # noqa: PLC0415
     from rlhf.dist.job import job  # noqa: PLC0415
 
     with job(config.job, run_folder=Path(config.log.folder) / config.name) as ranks:

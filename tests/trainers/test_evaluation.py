@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhf.build import build_loop
+from rlhf.build.loops import build_loop
 from rlhf.config.rollout import SamplingConfig
 from rlhf.config.run import EvalConfig
 from rlhf.data.batch import PromptBatch, PromptRecord, RewardResult, Rollout, ScoredRollout

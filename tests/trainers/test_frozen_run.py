@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.build import build_loop
+from rlhf.build.loops import build_loop
 from rlhf.dist.groups import GroupFactory
 from rlhf.families.frozen import changing_tensors
 from rlhf.families.registry import logical_tensors

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhf.build import build_loop
+from rlhf.build.loops import build_loop
 from rlhf.config.data import RewardConfig
 from rlhf.dist.groups import GroupFactory
 from rlhf.reward.function import RewardFunction

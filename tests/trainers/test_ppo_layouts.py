@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from pyarrow import parquet
 
-from rlhf.build import build_loop
+from rlhf.build.loops import build_loop
 from rlhf.data.batch import Experience, PromptBatch, Rollout
 from rlhf.dist.agree import agree, gather, max_of
 from rlhf.dist.groups import GroupFactory

@@ -9,7 +9,7 @@ import torch
 
 from rlhf.algos.kl import kl_estimate
 from rlhf.algos.running import RunningMoments
-from rlhf.build import build_loop
+from rlhf.build.loops import build_loop
 from rlhf.data.batch import Experience
 from rlhf.dist.groups import GroupFactory
 from rlhf.trainers.driver_state import DriverState

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from pyarrow import parquet
 
-from rlhf.build import build_loop
+from rlhf.build.loops import build_loop
 from rlhf.config.load import load_config
 from rlhf.dist.groups import GroupFactory
 from tests.harness.ranks import run_ranks

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhf.build import build_loop
+from rlhf.build.loops import build_loop
 from rlhf.dist.groups import GroupFactory
 from rlhf.reshard.execute import execute
 from rlhf.trainers.driver_state import DriverState

@@ -1,0 +1,84 @@
+"""Rollout engines, and the standing transfer of the actor's weights into them."""
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from rlhf.build.roles import spec_of_role
+from rlhf.config.run import PPORunConfig
+from rlhf.errors import ConfigError
+from rlhf.families.registry import read_spec
+from rlhf.families.spec import Head
+from rlhf.mcore.layout import megatron_layout
+from rlhf.reshard.quarantine import OnMismatch
+from rlhf.reshard.topology import Fanout
+from rlhf.reshard.verify import Verify
+from rlhf.reshard.weight_sync import WeightSync
+from rlhf.rollout.engine import EngineFactory, RolloutEngine
+from rlhf.rollout.native.engine import NativeEngine
+from rlhf.rollout.sglang.engine import SGLangEngine
+from rlhf.trainers.site import Site
+
+ENGINES: Mapping[str, EngineFactory] = {"native": NativeEngine, "sglang": SGLangEngine}
+
+
+def make_engine(config: PPORunConfig, folder: Path, stop_ids: tuple[int, ...], site: Site) -> RolloutEngine | None:
+    """This rank's part of its engine; None outside the rollout pool. Collective over the job."""
+    rollout, factory = config.rollout, site.ranks.groups
+    sets = rollout.engines
+    tp_group, cpu_group = factory.device_group(sets), factory.cpu_group(sets)
+    if site.ranks.rank not in rollout.ranks:
+        return None
+    return _engine_factory(rollout.engine)(
+        read_spec(folder),
+        rollout,
+        tp_group=tp_group if rollout.tp > 1 else None,
+        cpu_group=cpu_group if rollout.tp > 1 else None,
+        device=site.ranks.device,
+        dtype=getattr(torch, config.actor.model.dtype),
+        run_seed=config.seed,
+        eos_token_ids=stop_ids,
+        on_progress=lambda done, total: site.ranks.progress.tick(
+            f"rollout/generate {done}/{total}" if total else "start the engine"
+        ),
+        log_folder=site.ranks.run_folder / "logs",
+    )
+
+
+def make_weight_sync(config: PPORunConfig, site: Site) -> WeightSync | None:
+    """From the actor's layout into the engines'; None on ranks of neither. Collective over the job."""
+    spec, dtype, rollout = spec_of_role(config.actor.model), config.actor.model.dtype, config.rollout
+    pools = tuple(sorted({*config.actor.parallel.ranks, *rollout.ranks}))
+    group = site.ranks.groups.device_group([pools])
+    if group is None:
+        return None
+    return WeightSync(
+        megatron_layout(spec, config.actor.parallel, head=Head.LM, dtype=dtype),
+        _engine_factory(rollout.engine).layout_of(spec, rollout, dtype=dtype),
+        topology=site.topology,
+        group=group,
+        device=site.ranks.device,
+        bucket_bytes=config.sync.bucket_bytes,
+        windowed=rollout.engine == "sglang",
+        fanout=Fanout(config.sync.fanout),
+        near=config.sync.near,
+        verify=Verify(config.sync.verify),
+        on_mismatch=OnMismatch(config.sync.on_mismatch),
+        engines=rollout.engines,
+        span=site.span,
+    )
+
+
+def _engine_factory(name: str) -> EngineFactory:
+    if name in ENGINES:
+        return ENGINES[name]
+    module, _, attribute = name.partition(":")
+    try:
+        return cast(EngineFactory, getattr(importlib.import_module(module), attribute))
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"rollout.engine: {name} cannot be loaded ({error}); needs package.module:factory; change it"
+        ) from error

@@ -1,0 +1,190 @@
+"""A run from its config: what is checked, opened and put together, in the order in which all ranks do it."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf.build.engines import make_engine, make_weight_sync
+from rlhf.build.roles import make_critic, make_model, make_policy, make_saver, spec_of_role, trained_tensors
+from rlhf.config.checks import collecting
+from rlhf.config.run import PPORunConfig, RunConfig, SFTRunConfig, check_world
+from rlhf.data.batch import PromptBatch
+from rlhf.data.prompts import AnswerSource, PromptSource, open_problems
+from rlhf.data.tokenizer import check_vocabulary, eos_token_ids, load_tokenizer
+from rlhf.dist.agree import gather
+from rlhf.dist.job import Ranks
+from rlhf.families.folder import resolve_folder
+from rlhf.families.spec import Head
+from rlhf.mcore.groups import make_groups
+from rlhf.mcore.layout import current_params
+from rlhf.mcore.optimizer import build_optimizer
+from rlhf.metrics.run_folder import RunFolder
+from rlhf.models.calls import RoleCalls
+from rlhf.preflight.inputs import check_inputs
+from rlhf.reward.function import RewardFunction
+from rlhf.trainers.evaluation import Evaluation
+from rlhf.trainers.experience import PPOModels
+from rlhf.trainers.ownership import Ownership
+from rlhf.trainers.phases import Phases
+from rlhf.trainers.policy_sync import PolicySync
+from rlhf.trainers.ppo import PPOLoop
+from rlhf.trainers.reporter import Reporter
+from rlhf.trainers.sample_dump import SampleDump
+from rlhf.trainers.scoring import Scorer
+from rlhf.trainers.sft import SFTLoop
+from rlhf.trainers.site import Site, announce, note, open_site
+
+
+def build_loop(config: RunConfig, ranks: Ranks) -> PPOLoop | SFTLoop:
+    """This rank's part of the run. Collective over the job.
+
+    Raises:
+        ConfigError, CheckpointError, DataError, LayoutError: Something the config names cannot be used.
+    """
+    with collecting() as faults:
+        check_world(config, ranks.world_size)
+        check_inputs(config, faults)
+    faults.raise_any(config.name)
+    site = open_site(config, ranks)
+    with ExitStack() as until_it_runs:
+        if site.desk is not None:  # loading can take minutes; the loop ends the display that begins here
+            until_it_runs.enter_context(site.desk.display)
+        loop = _build_ppo(config, site) if isinstance(config, PPORunConfig) else _build_sft(config, site)
+        until_it_runs.pop_all()
+    return loop
+
+
+def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
+    rank, folder = site.ranks.rank, resolve_folder(config.actor.model.path)
+    ownership = Ownership.of(config.rollout)
+    owners_group = site.ranks.groups.cpu_group([ownership.leaders])
+    owner = _owner_side(config, folder, ownership, site)
+    told = gather((owner.stop_ids, str(owner.prompts.report())) if owner else None, site.everyone)
+    stop_ids, data_report = next(words for words in told if words is not None)
+    engine = make_engine(config, folder, stop_ids, site)
+
+    calls = RoleCalls(rank, site.everyone, span=site.span)
+    actor = make_policy("actor", config, config.actor, calls, site)
+    critic = make_critic(config, calls, site, actor.model)
+    reference = make_policy("reference", config, config.reference, calls, site, actor.model)
+    sync = make_weight_sync(config, site)
+    certificate = sync.certificate.render() if sync is not None and sync.certificate is not None else ""
+    roles = {"actor": actor.groups.grid, "critic": critic.groups.grid, "reference": reference.groups.grid}
+    announce(config, site, roles, certificate)
+    note(site, data_report)
+
+    scorer = owner.scorer if owner else None
+    return PPOLoop(
+        config=config,
+        rank=rank,
+        ownership=ownership,
+        owners_group=owners_group,
+        everyone=site.everyone,
+        prompts=owner.prompts if owner else None,
+        engine=engine,
+        policy_sync=PolicySync(
+            sync,
+            actor_params=lambda: current_params(actor.model) if actor.model else {},
+            engine=engine,
+            trained=trained_tensors(config.actor),
+        ),
+        scorer=scorer,
+        models=PPOModels(actor, critic, reference),
+        calls=calls,
+        phases=Phases(site.timers, engine),
+        save=make_saver(config.actor, actor.model, actor.groups, Path(config.save_hf), site)
+        if config.save_hf
+        else None,
+        timers=site.timers,
+        profiler=site.profiler,
+        evaluation=Evaluation(
+            config=config.eval,
+            engine=engine,
+            prompts=owner.held_out if owner else PromptBatch.empty(),
+            scorer=scorer,
+            group=site.everyone,
+        ),
+        reporter=Reporter(
+            config,
+            rank=rank,
+            group=site.everyone,
+            timers=site.timers,
+            stop=site.ranks.stop,
+            scorer=scorer,
+            desk=site.desk,
+        ),
+        sample_dump=SampleDump(
+            config.log.samples_every_steps,
+            rank=rank,
+            group=site.everyone,
+            scorer=scorer,
+            folder=RunFolder(site.ranks.run_folder),
+            on_failure=lambda text: note(site, text),
+        ),
+    )
+
+
+def _build_sft(config: SFTRunConfig, site: Site) -> SFTLoop:
+    source = resolve_folder(config.actor.model.path)
+    tokenizer = load_tokenizer(source)
+    end_token = eos_token_ids(tokenizer, source)[0]
+    check_vocabulary(tokenizer, (end_token,), {"actor": spec_of_role(config.actor.model).vocab_size})
+    groups = make_groups(config.actor.parallel, site.ranks.groups)
+    model = make_model(config.actor, groups, Head.LM, site, config.seed)
+    assert model is not None, "check_world leaves no rank without a role"
+    announce(config, site, {"actor": groups.grid})
+    answers = AnswerSource(
+        open_problems(config.data, tokenizer, seed=config.seed, need_answers=True),
+        tokenizer,
+        batch_samples=config.sft.batch_samples,
+        eos_token_id=end_token,
+    )
+    note(site, str(answers.report()))
+    target = Path(config.save_hf) if config.save_hf else site.ranks.run_folder / "hf"
+    return SFTLoop(
+        config=config,
+        model=model,
+        optimizer=build_optimizer(model, config.actor.optim),
+        answers=answers,
+        group=site.everyone,
+        stop=site.ranks.stop,
+        timers=site.timers,
+        profiler=site.profiler,
+        save=make_saver(config.actor, model, groups, target, site),
+        save_folder=target,
+        desk=site.desk,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerSide:
+    """What only ranks that own rows need: prompts in, text and scores out."""
+
+    prompts: PromptSource
+    held_out: PromptBatch
+    scorer: Scorer
+    stop_ids: tuple[int, ...]
+    """Token ids that end a response."""
+
+
+def _owner_side(config: PPORunConfig, folder: Path, ownership: Ownership, site: Site) -> OwnerSide | None:
+    """None on ranks that own no rows."""
+    index = ownership.engine_led_by(site.ranks.rank)
+    if index is None:
+        return None
+    tokenizer = load_tokenizer(folder)
+    stop_ids = eos_token_ids(tokenizer, folder)
+    models = {"actor": config.actor.model, "critic": config.critic.model, "reference": config.reference.model}
+    check_vocabulary(tokenizer, stop_ids, {role: spec_of_role(model).vocab_size for role, model in models.items()})
+    prompts = PromptSource(
+        open_problems(config.data, tokenizer, seed=config.seed),
+        prompts_per_step=config.ppo.prompts_per_step,
+        samples_per_prompt=config.ppo.samples_per_prompt,
+    )
+    log_path = site.ranks.run_folder / "logs" / f"reward_{site.ranks.rank}.log"
+    return OwnerSide(
+        prompts=prompts,
+        held_out=prompts.held_out(index, len(ownership.leaders), samples=config.eval.samples_per_prompt),
+        scorer=Scorer(RewardFunction(config.reward, log_path=log_path), tokenizer, site.ranks.progress),
+        stop_ids=stop_ids,
+    )
