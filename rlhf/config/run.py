@@ -8,6 +8,7 @@ from rlhf.config.data import DataConfig, RewardConfig
 from rlhf.config.model import FrozenRoleConfig, TrainedRoleConfig
 from rlhf.config.profile import ProfileConfig
 from rlhf.config.rollout import RolloutConfig, SamplingConfig
+from rlhf.config.sync import SyncConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,32 +59,6 @@ class LogConfig:
         one_of("log.console", self.console, ("auto", "live", "plain"))
         at_least("log.samples_per_step", self.samples_per_step, 0)
         at_least("log.samples_every_steps", self.samples_every_steps, 0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SyncConfig:
-    """Moving the actor's weights into the rollout engines."""
-
-    bucket_bytes: int = 256 * 2**20
-    """Most bytes in one bucket; two are under way, so a transfer needs at most twice as much beside the weights."""
-    fanout: str = "direct"
-    """direct: each rank takes what it needs across nodes by itself; node: each block crosses into a node once, and one
-    of the node's ranks passes it on to the others."""
-    near: bool = True
-    """On CPUs, let ranks of one machine read each other's memory where the system allows it, not sockets."""
-    verify: str = "sample"
-    """What is compared after each transfer, by checksums of the weights on both sides: all; sample: a twentieth of
-    every tensor, another each time, so that a wrong bit that stays is found within 20 (all after the first transfer
-    and after a failure); none."""
-    on_mismatch: str = "stop"
-    """When the two sides differ: stop ends the run; quarantine sends everything again, then leaves engines that are
-    still wrong out of this step (they are not asked), and ends the run when one is so 3 times in a row."""
-
-    def __post_init__(self) -> None:
-        at_least("sync.bucket_bytes", self.bucket_bytes, 4096)
-        one_of("sync.fanout", self.fanout, ("direct", "node"))
-        one_of("sync.verify", self.verify, ("all", "sample", "none"))
-        one_of("sync.on_mismatch", self.on_mismatch, ("stop", "quarantine"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf.config.load import load_config
-from rlhf.config.run import PPORunConfig, SyncConfig
+from rlhf.config.run import PPORunConfig
+from rlhf.config.sync import SyncConfig
 from rlhf.errors import ConfigError
 from rlhf.families.folder import find_folder
 from rlhf.families.published import PUBLISHED, find_published

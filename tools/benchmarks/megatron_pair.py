@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from rlhf.config.model import ModelConfig
 from rlhf.config.parallel import ParallelConfig
-from rlhf.config.run import SyncConfig
+from rlhf.config.sync import SyncConfig
 from rlhf.dist.groups import GroupFactory
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.groups import make_groups

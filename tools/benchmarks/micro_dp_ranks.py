@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from rlhf.config.parallel import ParallelConfig
 from rlhf.config.rollout import RolloutConfig, SamplingConfig
-from rlhf.config.run import SyncConfig
+from rlhf.config.sync import SyncConfig
 from rlhf.data.batch import PromptBatch, PromptRecord
 from rlhf.data.ragged import Ragged
 from rlhf.dist.grid import Grid
