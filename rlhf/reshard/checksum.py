@@ -18,8 +18,8 @@ the tensor's name. A vector is a row; of more than two dims, the earlier ones gi
 
 The form is chosen for the speed of a CPU, where a verified sync should cost little more than reading: sums of 64-bit
 numbers along rows and along columns run at the rate of memory, and what is multiplied is one number a row and one a
-place. A factor of 64 bits of its own for each element, which would also tell rectangles, takes five times as long
-(CPUs and torch have no vectors of 64-bit products); two sums of 32 bits leave 2^-2 of the chance for signs.
+place. A factor of its own for each element, which would also tell rectangles, takes twice as long (torch has no vectors
+of 64-bit products on CPUs); two sums of 32 bits would leave signs a chance of one in four.
 
 Knows no plan and no process group, and needs torch alone, so that an engine's process can sum what it holds.
 """
