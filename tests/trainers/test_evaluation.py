@@ -94,7 +94,7 @@ def _run(folder: Path, groups: GroupFactory, *overrides: str, evaluate: bool = T
 
 def _training(metrics: list[dict], samples: list[dict]) -> list[dict]:
     """All numbers that evaluation and the clock have no part in, and the training samples."""
-    aside = ("time/", "rate/", "held_out/")
+    aside = ("time/", "rate/", "held_out/", "sync/")  # an evaluation brings new weights before the next step does
     numbers = [{k: v for k, v in line.items() if not k.startswith(aside)} for line in metrics if line["step"]]
     return numbers + [sample for sample in samples if sample["split"] == "train"]
 
