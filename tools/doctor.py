@@ -17,7 +17,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
-from rlhf.config.run import JobConfig  # noqa: E402
+from rlhf.config.job import JobConfig  # noqa: E402
 from rlhf.doctor.examination import Examination, examine, judge  # noqa: E402
 from rlhf.doctor.finding import Level  # noqa: E402
 from rlhf.doctor.report import report  # noqa: E402

@@ -1,37 +1,17 @@
 """A whole run: its parts, and the rules that join two parts."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rlhf.config.algorithm import PPOConfig, SFTConfig
-from rlhf.config.checks import at_least, between, folder_name, more_than, one_of, refuse
+from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.config.checks import at_least, between, folder_name, one_of, refuse
 from rlhf.config.data import DataConfig, RewardConfig
+from rlhf.config.job import JobConfig
 from rlhf.config.model import FrozenRoleConfig, TrainedRoleConfig
 from rlhf.config.profile import ProfileConfig
 from rlhf.config.rollout import RolloutConfig, SamplingConfig
 from rlhf.config.sync import SyncConfig
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobConfig:
-    """Life of the processes."""
-
-    device: str = "auto"
-    """auto (CUDA where there is one, else CPU), cpu or cuda."""
-    alive_limit_s: float = 60.0
-    """A rank whose heartbeat stands still for this long (stopped, or its machine gone) ends the job, in seconds."""
-    progress_limit_s: float = 600.0
-    """A rank that makes no progress for this long ends the job as hung, in seconds."""
-    collective_timeout_s: float = 1200.0
-    """A collective that its peers do not join within this time fails, in seconds."""
-    torch_threads: int = 0
-    """CPU threads for maths on each rank; 0 shares the machine's cores out evenly."""
-
-    def __post_init__(self) -> None:
-        one_of("job.device", self.device, ("auto", "cpu", "cuda"))
-        more_than("job.alive_limit_s", self.alive_limit_s, 0.0)
-        more_than("job.progress_limit_s", self.progress_limit_s, 0.0)
-        more_than("job.collective_timeout_s", self.collective_timeout_s, 0.0)
-        at_least("job.torch_threads", self.torch_threads, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +99,8 @@ class PPORunConfig:
     """Held-out problems."""
     save_hf: str = ""
     """Folder for the trained actor as a Hugging Face checkpoint, written after the last step; empty saves none."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Saving the run so that it can go on, and going on."""
     job: JobConfig = field(default_factory=JobConfig)
     """Processes."""
     log: LogConfig = field(default_factory=LogConfig)
@@ -136,6 +118,7 @@ class PPORunConfig:
         self._check_rollout()
         self._check_lengths()
         self._check_eval()
+        self.checkpoint.check_export(self.save_hf, Path(self.log.folder) / self.name)
         if self.reward.function.startswith("rlhf.reward.gym:") and self.data.source != "reasoning_gym":
             refuse(
                 f"reward.function: {self.reward.function} scores reasoning_gym problems, but data.source "
@@ -244,6 +227,8 @@ class SFTRunConfig:
     """The algorithm."""
     save_hf: str = ""
     """Folder for the trained model as a Hugging Face checkpoint; empty saves it inside the run folder."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Saving the run so that it can go on, and going on."""
     job: JobConfig = field(default_factory=JobConfig)
     """Processes."""
     log: LogConfig = field(default_factory=LogConfig)
@@ -257,6 +242,7 @@ class SFTRunConfig:
         at_least("num_steps", self.num_steps, 1)
         _check_source(self.actor)
         self.profile.check_steps(self.num_steps)
+        self.checkpoint.check_export(self.save_hf, Path(self.log.folder) / self.name)
 
     def pools(self) -> dict[str, range]:
         """Ranks of each role."""

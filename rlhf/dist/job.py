@@ -15,7 +15,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from rlhf.config.run import JobConfig
+from rlhf.config.job import JobConfig
 from rlhf.dist.ending import Ending, end_children
 from rlhf.dist.exit_record import ExitCode, ExitRecord, clear_marks, exit_path, write_over
 from rlhf.dist.groups import GroupFactory

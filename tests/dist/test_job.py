@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhf.config.run import JobConfig
+from rlhf.config.job import JobConfig
 from rlhf.dist.exit_record import read_record
 from rlhf.dist.heartbeat import read_beats
 from rlhf.dist.job import environment_of_no_rank, job
