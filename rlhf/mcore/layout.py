@@ -61,6 +61,12 @@ _PARAM = {
 }
 """Megatron's name of the parameter that holds a part; in a layer, the name inside it."""
 
+
+def param_name(part: Part) -> str:
+    """Name of the parameter that holds a part; in a layer, the name inside it, `{expert}` standing for the number."""
+    return _PARAM[part]
+
+
 _INSIDE_LAYER = re.compile(r"^decoder\.layers\.\d+\.(mlp\.experts\.local_experts\.\d+\.)?")
 _LAYER_NUMBER = re.compile(r"^(decoder\.layers\.)(\d+)\.")
 
@@ -73,23 +79,23 @@ _TE_NAMES = {
 _TE_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 """Transformer Engine's name of an expert's weight: one module holds the local experts, a parameter each."""
 
-_Piece = tuple[Span, int]
+Piece = tuple[Span, int]
 """Indices of a logical tensor along the cut dim, and where they start in the parameter along it."""
 
 
-def _even(extent: int, tp: int, tp_rank: int) -> list[_Piece]:
+def _even(extent: int, tp: int, tp_rank: int) -> list[Piece]:
     size = extent // tp
     return [((tp_rank * size, (tp_rank + 1) * size), 0)]
 
 
-def _vocab(spec: ModelSpec, tp: int, tp_rank: int) -> list[_Piece]:
+def vocab_rows(spec: ModelSpec, tp: int, tp_rank: int) -> list[Piece]:
     """Rows of a vocabulary that is padded at its end; padding belongs to no box."""
     rows = padded_vocab_size(spec.vocab_size, tp) // tp
     start, stop = tp_rank * rows, min((tp_rank + 1) * rows, spec.vocab_size)
     return [((start, stop), 0)] if start < stop else []
 
 
-def _qkv(spec: ModelSpec, part: Part, tp: int, tp_rank: int) -> list[_Piece]:
+def _qkv(spec: ModelSpec, part: Part, tp: int, tp_rank: int) -> list[Piece]:
     """Rows of q, k or v in the fused projection, which is cut evenly: a piece for each KV head that a rank has part of.
 
     Where tp exceeds the number of KV heads, the cut goes through a group: a rank may hold some of its rows of q, or the
@@ -117,11 +123,11 @@ def _qkv(spec: ModelSpec, part: Part, tp: int, tp_rank: int) -> list[_Piece]:
 _MATRIX_OF = {Part.Q_BIAS: Part.Q, Part.K_BIAS: Part.K, Part.V_BIAS: Part.V}
 
 
-def _pieces(spec: ModelSpec, tensor: LogicalTensor, tp: int, tp_rank: int) -> tuple[int, list[_Piece]]:
+def _pieces(spec: ModelSpec, tensor: LogicalTensor, tp: int, tp_rank: int) -> tuple[int, list[Piece]]:
     """The dim along which tensor-parallel ranks share a tensor, and this rank's pieces of it."""
     part = tensor.part
     if part in (Part.EMBED, Part.LM_HEAD):
-        return 0, _vocab(spec, tp, tp_rank)
+        return 0, vocab_rows(spec, tp, tp_rank)
     if part in (Part.Q, Part.K, Part.V, *_MATRIX_OF):
         return 0, _qkv(spec, part, tp, tp_rank)
     if part in (Part.ATTN_OUT, Part.DOWN, Part.EXPERT_DOWN):
@@ -132,7 +138,8 @@ def _pieces(spec: ModelSpec, tensor: LogicalTensor, tp: int, tp_rank: int) -> tu
     return 0, [((0, tensor.shape[0]), 0)]
 
 
-def _held(spec: ModelSpec, tensor: LogicalTensor, param: str, tp: int, tp_rank: int) -> list[ParamLayout]:
+def held_pieces(spec: ModelSpec, tensor: LogicalTensor, param: str, tp: int, tp_rank: int) -> list[ParamLayout]:
+    """What one of the ranks that share a tensor holds of it; `tp` counts them, of an expert it is etp."""
     dim, pieces = _pieces(spec, tensor, tp, tp_rank)
     whole = [(0, extent) for extent in tensor.shape]
     held = []
@@ -149,7 +156,9 @@ def _layers_of(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> list[in
     return [layer for chunk in parallel.chunks_of(stage) for layer in range(ends[chunk], ends[chunk + 1])]
 
 
-def _stage_params(spec: ModelSpec, parallel: ParallelConfig, head: Head, stage: int) -> list[tuple[LogicalTensor, str]]:
+def params_of_stage(
+    spec: ModelSpec, parallel: ParallelConfig, head: Head, stage: int
+) -> list[tuple[LogicalTensor, str]]:
     """The tensors of a pipeline stage, experts of all ep ranks, and the parameters that hold them."""
     place = {layer: local for local, layer in enumerate(_layers_of(spec, parallel, stage))}
     is_last = stage == parallel.pp - 1
@@ -199,7 +208,7 @@ def param_shapes(
         "linear_fc1.weight": (2 * spec.moe_ffn_size // parallel.etp, hidden),
         "linear_fc2.weight": (hidden, spec.moe_ffn_size // parallel.etp),
     }
-    params = {param for _, param in _stage_params(spec, parallel, head, stage)}
+    params = {param for _, param in params_of_stage(spec, parallel, head, stage)}
     if chunk is not None:
         params = {param for param in params if _chunk_of(param, spec, parallel, stage) == chunk}
     return {param: shapes.get(_INSIDE_LAYER.sub("", param), (hidden,)) for param in sorted(params)}
@@ -217,7 +226,7 @@ def frozen_params(
         stage: The pipeline stage.
         frozen: Logical names, as `rlhf.families.frozen.frozen_tensors` gives them: whole parameters.
     """
-    held = _stage_params(spec, parallel, head, stage)
+    held = params_of_stage(spec, parallel, head, stage)
     stays = {param for tensor, param in held if tensor.name in frozen}
     mixed = stays & {param for tensor, param in held if tensor.name not in frozen}
     assert not mixed, f"{sorted(mixed)[0]} holds frozen tensors and others"
@@ -236,16 +245,16 @@ def megatron_layout(spec: ModelSpec, parallel: ParallelConfig, *, head: Head, dt
     """
     check_layout(spec, parallel, where="parallel")
     grid, experts = model_grid(parallel), expert_grid(parallel)
-    tensors_of = cache(lambda stage: _stage_params(spec, parallel, head, stage))
+    tensors_of = cache(lambda stage: params_of_stage(spec, parallel, head, stage))
 
     @cache
     def shard(tp_rank: int, stage: int, etp_rank: int, ep_rank: int) -> tuple[ParamLayout, ...]:
         found = []
         for tensor, param in tensors_of(stage):
             if tensor.expert < 0:
-                found += _held(spec, tensor, param, parallel.tp, tp_rank)
+                found += held_pieces(spec, tensor, param, parallel.tp, tp_rank)
             elif tensor.expert * parallel.ep // spec.num_experts == ep_rank:
-                found += _held(spec, tensor, param, parallel.etp, etp_rank)
+                found += held_pieces(spec, tensor, param, parallel.etp, etp_rank)
         return tuple(found)
 
     def holdings(rank: int) -> tuple[ParamLayout, ...]:

@@ -1,0 +1,172 @@
+"""Where weights lie in Megatron-Core's distributed checkpoints: keys, whole shapes, boxes. Pure data.
+
+A stored tensor is a parameter of the model on one rank (tp = pp = 1), with the layers of the decoder stacked along a
+first dim, experts along a second: `decoder.layers.self_attention.linear_qkv.weight` is [layers, rows of q, k and v,
+hidden]. Keys are those of Megatron's Transformer Engine layers; its local layers have the same but for `OTHER_KEYS`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlhf.config.parallel import ParallelConfig
+from rlhf.families.admissible import check_layout
+from rlhf.families.spec import Head, LogicalTensor, ModelSpec, Part
+from rlhf.mcore.groups import expert_grid, model_grid
+from rlhf.mcore.layout import (
+    EMBEDDING,
+    OUTPUT,
+    Piece,
+    held_pieces,
+    param_name,
+    param_shapes,
+    params_of_stage,
+    vocab_rows,
+)
+from rlhf.mcore.layout import EXPERTS as PARAM_EXPERTS
+from rlhf.reshard.layout import Box
+
+DECODER = "decoder.layers."
+EXPERTS = "mlp.experts.experts."
+
+VOCABULARY_KEYS = (EMBEDDING, OUTPUT)
+"""Stored tensors whose rows may be more than the vocabulary has: Megatron pads it. Ours have no padding."""
+
+OTHER_KEYS: Mapping[str, str] = {
+    f"{DECODER}pre_mlp_layernorm.weight": f"{DECODER}mlp.linear_fc1.layer_norm_weight",
+}
+"""Key of ours -> what Megatron's local layers call the same tensor in a model with experts."""
+
+_NORM_KEYS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+"""Name inside a layer -> stored key inside it, where Transformer Engine holds a norm in the linear layer after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPiece:
+    """One block of a tensor, and where it lies in a stored one."""
+
+    tensor: str
+    """Logical name; or a rank's parameter, where that is what the pieces are of."""
+    box: Box
+    """In that tensor's indices."""
+    key: str
+    lead: tuple[int, ...]
+    """Indices along the stored tensor's first dims: (), (layer,) or (layer, expert)."""
+    start: tuple[int, ...]
+    """Of the block's first element along its other dims."""
+
+    def stored_box(self, box: Box) -> Box:
+        """Where a block of the tensor (inside self.box) lies in the stored one."""
+        moved = box.shift(tuple(at - start for at, (start, _) in zip(self.start, self.box.spans, strict=True)))
+        return Box((*((at, at + 1) for at in self.lead), *moved.spans))
+
+
+def stored_shapes(spec: ModelSpec, *, head: Head) -> Mapping[str, tuple[int, ...]]:
+    """Shape of each stored tensor of a model by key, in the order of the forward pass; the vocabulary without padding.
+
+    A tied lm head is the embedding and not listed; a value head is `output_layer.weight` [1, hidden].
+    """
+    one, shapes = ParallelConfig(), {}
+    params = param_shapes(spec, one, head=head, stage=0)
+    for tensor, param in params_of_stage(spec, one, head, 0):
+        stacked = (spec.num_layers, spec.num_experts)[: len(_lead(tensor))]
+        shapes[_key(spec, tensor)] = (*stacked, *params[param])
+    return shapes
+
+
+def stored_pieces(spec: ModelSpec, *, head: Head) -> tuple[StoredPiece, ...]:
+    """Where each logical tensor lies in the stored ones: every element of either is in one piece.
+
+    A q, k or v weight is a piece for each KV head, for q, k and v of a head follow each other.
+    """
+    return tuple(
+        StoredPiece(piece.tensor, piece.box, _key(spec, tensor), _lead(tensor), piece.param_start)
+        for tensor, param in params_of_stage(spec, ParallelConfig(), head, 0)
+        for piece in held_pieces(spec, tensor, param, 1, 0)
+    )
+
+
+def held_of_stored(
+    spec: ModelSpec, parallel: ParallelConfig, *, head: Head, rank: int, without_replicas: bool = False
+) -> tuple[StoredPiece, ...]:
+    """Where each parameter of a rank lies in the stored tensors; `tensor` and `box` are of the rank's parameter.
+
+    Parameters go by `local_params`' names. Rows of padding are in no piece; the tied head of the last of several stages
+    lies where the embedding does.
+
+    Args:
+        spec: The model.
+        parallel: Its layout.
+        head: What stands on top of it.
+        rank: One of the pool.
+        without_replicas: Leave out what a rank of a lower tp coordinate or of an earlier stage holds too, so that the
+            ranks that differ in tp and pp, or of experts in tp, pp, etp and ep, hold each element once.
+
+    Raises:
+        LayoutError: The layout cannot hold the model.
+        ConfigError: The pipeline stages cannot hold the layers.
+    """
+    check_layout(spec, parallel, where="parallel")
+    at, experts = model_grid(parallel).coords(rank), expert_grid(parallel)
+    among = experts.coords(at["tp"] + parallel.tp * at["dp"])
+    shapes = param_shapes(spec, parallel, head=head, stage=at["pp"])
+    found: dict[str, list[StoredPiece]] = {}
+    for tensor, param in params_of_stage(spec, parallel, head, at["pp"]):
+        is_expert = tensor.expert >= 0
+        tp, tp_rank = (parallel.etp, among["etp"]) if is_expert else (parallel.tp, at["tp"])
+        if param in found or (is_expert and tensor.expert * parallel.ep // spec.num_experts != among["ep"]):
+            continue
+        cut = _cut(spec, tensor, tp, tp_rank)
+        is_replica = (cut is None and tp_rank > 0) or (tensor.part is Part.EMBED and param == OUTPUT)
+        if not (is_replica and without_replicas):
+            found[param] = _runs(tensor, param, shapes[param], cut, _key(spec, tensor))
+    return tuple(piece for pieces in found.values() for piece in pieces)
+
+
+_Cut = tuple[int, list[Piece]]
+"""A dim, and for runs of indices of a stored tensor along it where they start in the parameter."""
+
+
+def _cut(spec: ModelSpec, tensor: LogicalTensor, tp: int, tp_rank: int) -> _Cut | None:
+    """How ranks share the parameter that holds a tensor; None: each holds it whole."""
+    part = tensor.part
+    if part in (Part.EMBED, Part.LM_HEAD):
+        return 0, vocab_rows(spec, tp, tp_rank)
+    if part in (Part.Q, Part.K, Part.V, Part.Q_BIAS, Part.K_BIAS, Part.V_BIAS):
+        rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim // tp
+        return 0, [((tp_rank * rows, (tp_rank + 1) * rows), 0)]
+    if part in (Part.ATTN_OUT, Part.DOWN, Part.EXPERT_DOWN):
+        columns = tensor.shape[1] // tp
+        return 1, [((tp_rank * columns, (tp_rank + 1) * columns), 0)]
+    if part in (Part.GATE, Part.UP, Part.EXPERT_GATE, Part.EXPERT_UP):
+        whole, rows = tensor.shape[0], tensor.shape[0] // tp
+        first = tp_rank * rows
+        return 0, [((first, first + rows), 0), ((whole + first, whole + first + rows), rows)]
+    return None
+
+
+def _runs(tensor: LogicalTensor, param: str, shape: tuple[int, ...], cut: _Cut | None, key: str) -> list[StoredPiece]:
+    dim, pieces = cut or (0, [((0, shape[0]), 0)])
+    found = []
+    for (start, stop), at in pieces:
+        spans, stored = [(0, extent) for extent in shape], [0] * len(shape)
+        spans[dim], stored[dim] = (at, at + stop - start), start
+        found.append(StoredPiece(param, Box(tuple(spans)), key, _lead(tensor), tuple(stored)))
+    return found
+
+
+def _key(spec: ModelSpec, tensor: LogicalTensor) -> str:
+    name = param_name(tensor.part)
+    if tensor.expert >= 0:
+        return DECODER + name.replace(PARAM_EXPERTS + "{expert}.", EXPERTS)
+    if tensor.layer < 0:
+        return name
+    if tensor.part is Part.MLP_NORM and spec.num_experts:  # Transformer Engine's layers fuse it into no router
+        return DECODER + name
+    return DECODER + _NORM_KEYS.get(name, name)
+
+
+def _lead(tensor: LogicalTensor) -> tuple[int, ...]:
+    return tuple(at for at in (tensor.layer, tensor.expert) if at >= 0)
