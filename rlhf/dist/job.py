@@ -6,6 +6,8 @@ import re
 import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +16,7 @@ from types import TracebackType
 import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from rlhf.config.job import JobConfig
 from rlhf.dist.ending import Ending, end_children
@@ -142,6 +145,39 @@ def _init_groups(config: JobConfig, place: _Place, device: torch.device) -> Grou
 
 def _num_threads(config: JobConfig, place: _Place) -> int:
     return config.torch_threads or max(1, len(os.sched_getaffinity(0)) // place.local_world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuRanks:
+    """The processes of a command without a run: this one's place and a gloo group of them all."""
+
+    rank: int
+    world_size: int
+    groups: GroupFactory
+    everyone: ProcessGroup
+
+
+@contextmanager
+def cpu_ranks(*, timeout_s: float) -> Iterator[CpuRanks]:
+    """For commands on CPUs that run alone or under torchrun: no run folder, no watch over peers, no exit record.
+
+    Entered by every process, on its main thread. SIGTERM, which torchrun sends to the peers of a process that failed,
+    ends the block with SystemExit, so that what it has opened is closed.
+    """
+    place = _read_place()
+    if place.one_host:
+        _bind_loopback()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    threads = os.environ.get("OMP_NUM_THREADS")  # noqa: TID251
+    if threads is None:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_world_size))
+    groups = _init_groups(JobConfig(device="cpu", collective_timeout_s=timeout_s), place, torch.device("cpu"))
+    everyone = groups.cpu_group([tuple(range(place.world_size))])
+    assert everyone is not None, "every rank is one of all"
+    try:
+        yield CpuRanks(place.rank, place.world_size, groups, everyone)
+    finally:
+        dist.destroy_process_group()
 
 
 class job:  # noqa: N801  # reads as `with job(config) as ranks`

@@ -122,6 +122,10 @@ class HfWriter:
             shutil.rmtree(self.folder)
         self._partial.rename(self.folder)
 
+    def abandon(self) -> None:
+        """Remove the hidden folder, after something went wrong."""
+        shutil.rmtree(self._partial, ignore_errors=True)
+
     def _header(self, shard: Shard) -> bytes:
         """Length and JSON of a safetensors file, padded so that the data starts at a multiple of 8 bytes."""
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}

@@ -1,0 +1,77 @@
+"""Checkpoints from one format to another, and the proof that nothing changed.
+
+    rlhf-convert to-megatron models/llama3_8b ckpt/llama3_8b --tp 2 --pp 2
+    rlhf-convert to-hf ckpt/llama3_8b models/back --shard-size 5GB
+    rlhf-convert to-hf runs/ppo/checkpoints/step_00000100 models/critic --role critic
+    rlhf-convert verify models/llama3_8b ckpt/llama3_8b --json report.json
+    rlhf-convert inspect ckpt/llama3_8b
+    torchrun --nproc-per-node 8 tools/convert_checkpoint.py to-megatron models/llama3_70b ckpt/llama3_70b --tp 8 --pp 4
+
+Reads Hugging Face folders (safetensors), converted folders, training checkpoints and Megatron-LM's distributed
+checkpoints. Blocks of at most 256 MiB are read and written one after the other, so memory does not grow with the model.
+A folder that is written appears when it is whole. Exit code 0; 1 when `verify` found a difference; 2 for input that
+cannot be converted (torchrun makes 1 of both).
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from rlhf.checkpoint import convert_options as options
+from rlhf.errors import RlhfError
+
+BAD_INPUT = 2
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit code. On every process, when there are several."""
+    args = _parser().parse_args(argv)
+    try:
+        return _COMMANDS[args.command](args)
+    except (RlhfError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return BAD_INPUT
+
+
+def console() -> None:
+    """Entry of the console script."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _to_hf(args: argparse.Namespace) -> int:
+    from rlhf.checkpoint.convert_ranks import Crew, with_crew  # noqa: PLC0415  # --help needs no torch
+    from rlhf.checkpoint.convert_sources import open_weights  # noqa: PLC0415
+    from rlhf.checkpoint.convert_to_hf import to_hf  # noqa: PLC0415
+
+    def work(crew: Crew) -> int:
+        weights = crew.together(lambda: open_weights(options.given(args)))
+        done = to_hf(weights, args.out, crew, dtype=args.dtype, shard_bytes=args.shard_size, overwrite=args.overwrite)
+        crew.lead(lambda: options.show(done.text(), done.as_json(), args.json))
+        return 0
+
+    return with_crew(work)
+
+
+_COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {"to-hf": _to_hf}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlhf-convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    to_hf = commands.add_parser("to-hf", help="any checkpoint -> a Hugging Face folder")
+    options.add_source(to_hf, "SOURCE")
+    options.add_out(to_hf)
+    to_hf.add_argument(
+        "--shard-size",
+        type=options.num_bytes,
+        default=options.num_bytes("5GB"),
+        metavar="SIZE",
+        help="upper size of a safetensors file: 5GB, 500MB, 2GiB (5GB)",
+    )
+    options.add_json(to_hf)
+    return parser

@@ -1,0 +1,83 @@
+"""Options that the commands of `rlhf-convert` share. Imports no torch."""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A checkpoint as named on the command line."""
+
+    path: Path
+    role: str = ""
+    """Of a training checkpoint, which model of it; empty: there is one."""
+    config_from: Path | None = None
+    """Hugging Face folder of the model, for checkpoints that do not say what their model is."""
+
+
+def add_source(parser: argparse.ArgumentParser, name: str) -> None:
+    """The checkpoint that is read, and what may have to be said about it."""
+    parser.add_argument("source", type=Path, metavar=name, help="the checkpoint's folder")
+    add_about(parser)
+
+
+def add_about(parser: argparse.ArgumentParser) -> None:
+    """What may have to be said about a checkpoint."""
+    parser.add_argument("--role", default="", help="model of a training checkpoint: actor or critic (the only one)")
+    parser.add_argument(
+        "--config-from",
+        type=Path,
+        metavar="HF",
+        help="folder with config.json and tokenizer of the model, where the checkpoint has none (Megatron-LM's)",
+    )
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    """Where to write, and in which dtype."""
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
+    parser.add_argument("--dtype", default="", choices=DTYPES, help="cast to it (the bits as they are)")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """A report for programs."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there too")
+
+
+def given(args: argparse.Namespace) -> Given:
+    """The checkpoint that is read."""
+    return Given(args.source, args.role, args.config_from)
+
+
+def num_bytes(text: str) -> int:
+    """A size such as 5GB (decimal), 2GiB or 4096.
+
+    Raises:
+        argparse.ArgumentTypeError: It is no such size.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    if not found or found[2].upper() not in _UNITS or float(found[1]) * _UNITS[found[2].upper()] < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} given; needs a size such as 5GB, 500MB or 2GiB")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def show(text: str, record: Mapping[str, object], file: Path | None) -> None:
+    """Print a result, and write it as JSON where asked.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    sys.stdout.write(f"{text}\n")
+    if file is not None:
+        file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        sys.stdout.write(f"report: {file}\n")
+    sys.stdout.flush()
