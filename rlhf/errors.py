@@ -21,6 +21,10 @@ class CheckpointError(RlhfError):
     """A checkpoint folder is missing something, is cut short, or holds another model than the one asked for."""
 
 
+class SaveError(RlhfError):
+    """A run could not be saved where it ends, so that a later start cannot go on from there."""
+
+
 class DataError(RlhfError):
     """A data file or one of its rows cannot be used."""
 

@@ -82,12 +82,8 @@ class GymProblems:
         )
 
     def _stream(self, attempt: int) -> ProceduralDataset:
-        # Problem i of seed s is problem 0 of seed s + i, so seeds must be far apart: hashes are.
         if attempt not in self.streams:
-            seed = stable_hash("train", self.seed, attempt) >> 8
-            self.streams[attempt] = create_dataset(
-                self.config.task, seed=seed, size=self.config.task_size, **self.config.task_options
-            )
+            self.streams[attempt] = training_stream(self.config, seed=self.seed, attempt=attempt)
         return self.streams[attempt]
 
     def _usable(self, row: Row) -> Prompt | None:
@@ -129,6 +125,13 @@ class GymProblems:
             f"distinct usable problems in {draws} draws ({self.overlong} overlong, {self.bad} bad); "
             "lower data.held_out or widen data.task_options"
         )
+
+
+def training_stream(config: DataConfig, *, seed: int, attempt: int) -> ProceduralDataset:
+    """Problems of a run's training; each attempt has others, for positions whose problem may not be used."""
+    # Problem i of seed s is problem 0 of seed s + i, so seeds must be far apart: hashes are.
+    far = stable_hash("train", seed, attempt) >> 8
+    return create_dataset(config.task, seed=far, size=config.task_size, **config.task_options)
 
 
 def gym_row(config: DataConfig, problem: dict[str, object]) -> Row:

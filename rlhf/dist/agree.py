@@ -4,13 +4,14 @@ Control flow may depend only on such values. Every function is collective over `
 the same order. Nothing here takes the whole world by default, for that would be a barrier.
 """
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp
 
-from rlhf.errors import AgreementError
+from rlhf.errors import AgreementError, RlhfError
 
 T = TypeVar("T")
 
@@ -42,6 +43,23 @@ def from_first(value: T, group: ProcessGroup) -> T:
     box: list[T] = [value]
     dist.broadcast_object_list(box, src=dist.get_process_group_ranks(group)[0], group=group)
     return box[0]
+
+
+def first_does(work: Callable[[], T], group: ProcessGroup) -> T:
+    """What the work of the group's first rank gives, on all ranks, or the RlhfError that it raises; others do nothing.
+
+    The work itself must not communicate.
+    """
+    found: tuple[T | None, RlhfError | None] = (None, None)
+    if dist.get_rank() == dist.get_process_group_ranks(group)[0]:
+        try:
+            found = (work(), None)
+        except RlhfError as error:
+            found = (None, error)
+    result, failure = from_first(found, group)
+    if failure is not None:
+        raise failure
+    return result  # type: ignore[return-value]  # the first rank has filled it
 
 
 def any_of(flag: bool, group: ProcessGroup) -> bool:

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhf.dist.agree import agree, all_of, any_of, from_first, gather, max_of, min_of, sum_of
+from rlhf.dist.agree import agree, all_of, any_of, first_does, from_first, gather, max_of, min_of, sum_of
 from rlhf.dist.clocks import ClockReading, compare_clocks
 from rlhf.dist.grid import Grid
 from rlhf.dist.groups import GroupFactory
 from rlhf.dist.stop_request import StopRequest
-from rlhf.errors import AgreementError
+from rlhf.errors import AgreementError, DataError
 from tests.harness.ranks import run_ranks
 
 
@@ -43,6 +43,19 @@ def values_are_settled_in_the_group_alone(factory: GroupFactory) -> None:
     assert all_of(rank != 3, pair) == (rank in (0, 2))
     assert sum_of(0.1 * rank, pair) == pytest.approx(0.2 if rank % 2 == 0 else 0.4, rel=1e-15)  # float64
     assert (min_of(rank, pair), max_of(rank, pair)) == ((0, 2) if rank % 2 == 0 else (1, 3))
+
+
+def what_the_first_rank_finds_or_raises_all_do(factory: GroupFactory) -> None:
+    rank, pair = dist.get_rank(), factory.cpu_group([(0, 2), (1, 3)])
+    done = []
+    assert first_does(lambda: done.append(rank) or rank, pair) == rank % 2
+    assert done == ([rank] if rank < 2 else [])
+
+    def look() -> None:
+        raise DataError(f"seen by {rank}")
+
+    with pytest.raises(DataError, match=f"seen by {rank % 2}"):
+        first_does(look, pair)
 
 
 def unequal_values_are_named_with_their_ranks(factory: GroupFactory) -> None:
@@ -85,6 +98,7 @@ def all_facts(folder: str) -> None:
     groups_join_the_ranks_of_an_axis(factory)
     a_set_of_ranks_gets_one_group(factory)
     values_are_settled_in_the_group_alone(factory)
+    what_the_first_rank_finds_or_raises_all_do(factory)
     unequal_values_are_named_with_their_ranks(factory)
     clocks_of_hosts_are_compared_within_the_stated_error(factory)
     a_stop_file_seen_by_one_rank_stops_all(factory, folder)
