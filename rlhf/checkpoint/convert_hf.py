@@ -31,6 +31,7 @@ class HfWeights:
     """
 
     kind = "Hugging Face folder"
+    args_spec = None
 
     def __init__(self, path: Path) -> None:
         config = read_json(path / "config.json")

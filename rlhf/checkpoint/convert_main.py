@@ -16,10 +16,13 @@ cannot be converted (torchrun makes 1 of both).
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
 from rlhf.checkpoint import convert_options as options
 from rlhf.errors import RlhfError
 
+DIFFERENT = 1
 BAD_INPUT = 2
 
 
@@ -55,7 +58,21 @@ def _to_hf(args: argparse.Namespace) -> int:
     return with_crew(work)
 
 
-_COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {"to-hf": _to_hf}
+def _verify(args: argparse.Namespace) -> int:
+    from rlhf.checkpoint.convert_ranks import Crew, with_crew  # noqa: PLC0415
+    from rlhf.checkpoint.convert_sources import open_weights  # noqa: PLC0415
+    from rlhf.checkpoint.verify import verify  # noqa: PLC0415
+
+    def work(crew: Crew) -> int:
+        first, second = (crew.together(partial(open_weights, options.given(args, name))) for name in ("a", "b"))
+        found = verify(first, second, crew, cast=args.dtype, with_logits=args.logits)
+        crew.lead(lambda: options.show(found.text(), found.as_json(), args.json))
+        return 0 if found.is_same else DIFFERENT
+
+    return with_crew(work)
+
+
+_COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {"to-hf": _to_hf, "verify": _verify}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,4 +91,18 @@ def _parser() -> argparse.ArgumentParser:
         help="upper size of a safetensors file: 5GB, 500MB, 2GiB (5GB)",
     )
     options.add_json(to_hf)
+    verify = commands.add_parser("verify", help="do two checkpoints hold the same model?")
+    verify.add_argument("a", type=Path, metavar="A", help="a checkpoint's folder, in any format")
+    verify.add_argument("b", type=Path, metavar="B", help="another")
+    options.add_about(verify)
+    verify.add_argument(
+        "--dtype", default="", choices=options.DTYPES, help="compare after a cast to it (bits, and dtypes too)"
+    )
+    verify.add_argument(
+        "--logits",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compare what transformers and our Megatron model say, where two float32 models fit into memory (yes)",
+    )
+    options.add_json(verify)
     return parser

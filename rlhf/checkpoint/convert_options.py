@@ -53,9 +53,9 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there too")
 
 
-def given(args: argparse.Namespace) -> Given:
-    """The checkpoint that is read."""
-    return Given(args.source, args.role, args.config_from)
+def given(args: argparse.Namespace, name: str = "source") -> Given:
+    """The checkpoint that is read, by the name of its argument."""
+    return Given(getattr(args, name), args.role, args.config_from)
 
 
 def num_bytes(text: str) -> int:

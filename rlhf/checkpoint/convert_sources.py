@@ -78,6 +78,10 @@ class Weights(Protocol):
         """Folder with config.json, tokenizer and the like of the model; None where there is none."""
 
     @property
+    def args_spec(self) -> ModelSpec | None:
+        """The model according to Megatron-LM's args in the folder, where there are any."""
+
+    @property
     def remarks(self) -> tuple[Remark, ...]:
         """What of the folder is not one stored tensor for each logical one."""
 

@@ -110,9 +110,8 @@ class HfWriter:
         if source_folder is not None:
             source = read_json(source_folder / "config.json")
             config = {**config, **{key: source[key] for key in _TOKEN_IDS if key in source}}
-            for path in sorted({found for pattern in _COPIED for found in source_folder.glob(pattern)}):
-                if path.is_file():
-                    shutil.copyfile(path, self._partial / path.name)
+            for path in carried_files(source_folder):
+                shutil.copyfile(path, self._partial / path.name)
         if len(self.shards) > 1:
             weight_map = {name: shard.file for shard in self.shards for name in shard.tensors}
             total = sum(shard.num_bytes for shard in self.shards)
@@ -138,6 +137,12 @@ class HfWriter:
         text = json.dumps(entries).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
+
+
+def carried_files(folder: Path) -> list[Path]:
+    """Tokenizer, chat template and generation files of a checkpoint folder: what no training and no layout changes."""
+    found = {path for pattern in _COPIED for path in folder.glob(pattern)}
+    return sorted(path for path in found if path.is_file())
 
 
 def write_checkpoint(

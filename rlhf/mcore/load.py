@@ -63,6 +63,20 @@ def load_weights(model: MegatronModel, folder: Path) -> None:
     _fill(model, slice_of, where=str(folder))
 
 
+def take_weights(model: MegatronModel, slice_of: SliceOf, *, where: str) -> None:
+    """Set all weights from wherever `slice_of` finds a box of a tensor. On all ranks of the pool; no communication.
+
+    Args:
+        model: What is filled; rows of padding become zero.
+        slice_of: Gives the elements of a tensor's box, in any dtype.
+        where: Their origin, in a message.
+
+    Raises:
+        CheckpointError: A parameter that no tensor sets.
+    """
+    _fill(model, slice_of, where=where)
+
+
 def draw_rest(model: MegatronModel, *, given: Set[str]) -> None:
     """Draw the weights that nothing else gives, and clear rows of padding; the `given` ones stay as they are.
 
