@@ -45,7 +45,7 @@ class Parity:
 
     @property
     def is_same(self) -> bool:
-        """Whether they agree as far as float32 can tell. (A likeliest token may be one of two that are as likely.)"""
+        """Whether they agree as far as float32 can tell; of two tokens that are as likely either may come first."""
         return self.largest_difference <= TOLERANCE * self.largest_logit
 
 
