@@ -150,11 +150,6 @@ class PPORunConfig:
                 "rollout.sampling.temperature: 0 samples the same response every time, and nothing can be learnt "
                 "from it; needs more than 0; set rollout.sampling.temperature=1"
             )
-        if self.rollout.engine == "sglang" and self.sync.fanout != "direct":
-            refuse(
-                f"sync.fanout: {self.sync.fanout} given, but rollout.engine = sglang has weights in other processes, "
-                "which cannot pass them on; set sync.fanout=direct"
-            )
         used = [("rollout.sampling", self.rollout.sampling)]
         if self.data.held_out:
             used.append(("eval.sampling", self.eval.sampling))

@@ -75,10 +75,14 @@ def messages_of(plan: Plan, part: RankPlan, bucket_bytes: int) -> tuple[tuple[Me
     return packer.messages(part.receives), packer.messages(part.sends)
 
 
-def buckets_of(receives: Sequence[Message], sends: Sequence[Message], max_elements: int) -> tuple[Bucket, ...]:
+def buckets_of(
+    receives: Sequence[Message], sends: Sequence[Message], max_elements: int, *, windowed: bool = False
+) -> tuple[Bucket, ...]:
     """Cut one rank's messages, in the order of the job, into buckets of at most max_elements each.
 
     A message larger than that (none is, when `messages_of` made it with the same limit) has a bucket of its own.
+    `windowed`: rounds are numbers of windows; a bucket is of one window, and what it receives, which lies in a region,
+    does not count.
     """
     into = {id(message) for message in receives}
     arrives: dict[tuple[str, Box], int] = {}
@@ -88,11 +92,13 @@ def buckets_of(receives: Sequence[Message], sends: Sequence[Message], max_elemen
     for message in sorted((*receives, *sends), key=lambda m: m.key):
         incoming = id(message) in into
         waits = message.passed_on and not incoming and _needs(message, arrives) == len(buckets)
-        if now and (waits or filled + message.num_elements > max_elements):
+        more = 0 if windowed and incoming else message.num_elements
+        turns = windowed and now and message.key[0] != now[0].key[0]
+        if now and (waits or turns or filled + more > max_elements):
             buckets.append(_bucket(now, into, arrives))
             now, filled = [], 0
         now.append(message)
-        filled += message.num_elements
+        filled += more
         if incoming:
             arrives |= {(move.tensor, move.box): len(buckets) for move in message.moves}
     return (*buckets, _bucket(now, into, arrives)) if now else tuple(buckets)

@@ -10,7 +10,8 @@ from rlhf.errors import LayoutError
 from rlhf.reshard.checksum import Place, Weighted, sums_in, twice
 from rlhf.reshard.execute import Destination, LocalParams, Params
 from rlhf.reshard.routes import Route, Routes
-from rlhf.reshard.windows import Manifest, Windowed, WindowSink
+from rlhf.reshard.windowed import Windowed
+from rlhf.reshard.windows import Manifest, WindowSink
 
 
 class Endpoint(Protocol):
@@ -83,7 +84,7 @@ class Behind:
 
     def into(self, route: Route, src: LocalParams, device: torch.device) -> Destination:
         """See `Endpoint.into`."""
-        return Windowed(_manifest(route).windows, route.receives, src, self._sink)
+        return Windowed(_manifest(route).windows, route.receives, route.sends, src, self._sink)
 
 
 def endpoint(routes: Routes, rank: int, given: Mapping[str, Tensor] | WindowSink) -> Endpoint:

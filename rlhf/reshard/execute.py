@@ -42,6 +42,9 @@ class LocalParams:
 class Destination(Protocol):
     """Where one rank's blocks go: its own parameters (`Params`), or windows on those of another process."""
 
+    keeps: bool
+    """What arrived stays where `held` found it until all ranks are done with the whole transfer."""
+
     def admits(self, bucket: Bucket) -> bool:
         """Whether there is a place for what the bucket receives, without anything more arriving first."""
 
@@ -54,6 +57,9 @@ class Destination(Protocol):
     def held(self, move: Move) -> Tensor:
         """A block that arrived, as a view, to be passed on. Asked for only when the plan's fanout is `node`."""
 
+    def passed(self, message: Message) -> None:
+        """A message of such blocks has left: they need not be kept for it."""
+
     def own(self) -> None:
         """Take what the rank gives to itself, as far as there is a place for it; called again and again."""
 
@@ -63,6 +69,8 @@ class Destination(Protocol):
 
 class Params:
     """A `Destination`: parameters of this process, written in place. Padding is left alone."""
+
+    keeps = True
 
     def __init__(self, part: RankPlan, src: LocalParams, dst: LocalParams, device: torch.device) -> None:
         self._part, self._src, self._dst, self._device = part, src, dst, device
@@ -85,6 +93,9 @@ class Params:
     def held(self, move: Move) -> Tensor:
         """See `Destination.held`."""
         return self._dst.view(move.tensor, move.box)
+
+    def passed(self, message: Message) -> None:
+        """See `Destination.passed`."""
 
     def own(self) -> None:
         """See `Destination.own`: all at once."""
@@ -157,12 +168,15 @@ class _Transfer:
         self._free = staging.take(number, staged, device)
         self._incoming = [(message, self._take(message) if room is None else room) for message, room in rooms]
         parcels = [Parcel(message.src_rank, data) for message, data in self._incoming]
+        self._passed = [message for message in bucket.sends if message.passed_on]
         self._pending: Pending = transport.post(parcels, self._packed(ready))
 
     def finish(self) -> None:
         """Wait, then put what arrived where it belongs."""
         with self._span(f"bucket {self.number}", Kind.WAIT):
             self._pending.wait()
+        for message in self._passed:
+            self._dst.passed(message)
         with self._span(f"unpack bucket {self.number}"):
             for message, data in self._incoming:
                 self._dst.arrived(message, data)
@@ -173,7 +187,8 @@ class _Transfer:
             if place is None:
                 for move, flat in _cut(message, data):
                     flat.copy_(self._read(move))
-            yield Parcel(message.dst_rank, data, stable=place is not None)
+            stays = self._dst.keeps or not message.passed_on
+            yield Parcel(message.dst_rank, data, stable=stays and place is not None)
 
     def _ready(self, message: Message, device: torch.device) -> Tensor | None:
         """A message to send as it lies there, when nothing need be packed."""

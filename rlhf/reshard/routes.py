@@ -112,7 +112,7 @@ class Routes:
         if part.rank in self.plan.dst.ranks:
             held = self.plan.dst.holdings(part.rank)
             manifest = Manifest(held, windows.of(part.rank), self.part.echoes, complete=tensors is None)
-        return receives, sends, windows.buckets(receives, sends), manifest
+        return receives, sends, buckets_of(receives, sends, windows.max_elements, windowed=True), manifest
 
 
 class RouteCache:

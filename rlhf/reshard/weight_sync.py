@@ -25,7 +25,7 @@ from rlhf.reshard.topology import Fanout, Link, Topology
 from rlhf.reshard.transport import GroupTransport, Transport
 from rlhf.reshard.turn import EVERYTHING, SLICES, Turn
 from rlhf.reshard.verify import NO_SUMS, Comparison, Mismatch, Verify
-from rlhf.reshard.windows import WindowSink, check_direct
+from rlhf.reshard.windows import WindowSink
 
 DEFAULT_BUCKET_BYTES = 64 * 2**20
 """Large enough for gloo's best rate (64 MiB), small beside a shard."""
@@ -70,8 +70,6 @@ class WeightSync:
         self.certificate: Certificate | None = None
         """Of a complete transfer; None on a rank of neither pool."""
         self._way: _Way | None = None
-        if windowed:
-            check_direct(fanout)
         if group is None:
             make_plan(src, dst, topology, fanout=fanout)  # refuses what the others refuse
         else:

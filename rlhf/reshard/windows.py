@@ -11,10 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from rlhf.errors import LayoutError
-from rlhf.reshard.bucket import ALONE_BYTES, Bucket, Message, split
+from rlhf.reshard.bucket import ALONE_BYTES, Message, split
 from rlhf.reshard.checksum import Place
-from rlhf.reshard.execute import LocalParams
 from rlhf.reshard.layout import Box, ParamLayout
 from rlhf.reshard.plan import Echo, Move, Plan, RankPlan
 from rlhf.reshard.topology import Fanout
@@ -96,24 +94,26 @@ class Windows:
 
     def __init__(self, plan: Plan, window_bytes: int, tensors: Collection[str] | None = None) -> None:
         """`tensors`: those that are transferred; None: all."""
-        check_direct(plan.fanout)
         self._plan, self._tensors = plan, tensors
-        self._max = max(1, window_bytes // plan.src.item_bytes)
+        self._pool = frozenset(plan.dst.ranks)
+        self.max_elements = max(1, window_bytes // plan.src.item_bytes)
+        """Of a window."""
         self._alone = ALONE_BYTES // plan.src.item_bytes
         self._place = {rank: at for at, rank in enumerate(plan.ranks)}
         self._found: dict[int, tuple[Window, ...]] = {}
 
     def of(self, dst_rank: int) -> tuple[Window, ...]:
-        """One rank's windows; all sources of the rank send into the first one."""
+        """One rank's windows; all sources of the rank send into the first one.
+
+        With fanout `node` all ranks of a node have as many, some of them maybe empty, and what one passes on to another
+        passes through windows of the same number at both: it is passed on while it lies there.
+        """
         if dst_rank not in self._found:
-            moves = [
-                found
-                for tensor in self._plan.dst_index.of_rank(dst_rank)
-                if self._tensors is None or tensor in self._tensors
-                for found in self._plan.into(dst_rank, tensor)
-                if isinstance(found, Move)
-            ]
-            self._found[dst_rank] = tuple(self._cut(moves))
+            ranks: tuple[int, ...] = (dst_rank,)
+            if self._plan.fanout is Fanout.NODE:
+                here = self._plan.on_node[self._plan.topology.nodes[dst_rank]]
+                ranks = tuple(rank for rank in here if rank in self._pool)
+            self._found |= self._cut(ranks)
         return self._found[dst_rank]
 
     def messages(self, part: RankPlan) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
@@ -126,51 +126,65 @@ class Windows:
             assert sum(m.num_elements for m in messages) == sum(m.box.num_elements for m in moves)
         return tuple(sorted(receives, key=lambda m: m.key)), tuple(sorted(sends, key=lambda m: m.key))
 
-    def buckets(self, receives: Sequence[Message], sends: Sequence[Message]) -> tuple[Bucket, ...]:
-        """Cut one rank's messages into buckets: one window each, and no more to send than a window holds."""
-        incoming, buckets = {id(message) for message in receives}, []
-        now: list[Message] = []
-        filled = 0
-        for message in sorted((*receives, *sends), key=lambda m: m.key):
-            more = 0 if id(message) in incoming else message.num_elements
-            if now and (message.key[0] != now[0].key[0] or filled + more > self._max):
-                buckets.append(_bucket(now, incoming))
-                now, filled = [], 0
-            now.append(message)
-            filled += more
-        return (*buckets, _bucket(now, incoming)) if now else tuple(buckets)
+    def _moves(self, dst_rank: int) -> list[Move]:
+        return [
+            found
+            for tensor in self._plan.dst_index.of_rank(dst_rank)
+            if self._tensors is None or tensor in self._tensors
+            for found in self._plan.into(dst_rank, tensor)
+            if isinstance(found, Move)
+        ]
 
-    def _cut(self, moves: Sequence[Move]) -> Iterator[Window]:
-        """Every source's moves, in the order of the model, are spread evenly over the windows."""
-        most = max(1, self._max // PIECES_A_WINDOW)
-        of_source: dict[int, list[_Sized]] = {}
-        for move in sorted(moves, key=lambda m: (self._plan.order[m.tensor], m.box.spans)):
-            of_source.setdefault(move.src_rank, []).extend(_parts(move, most))
-        sums = {src: sum(size for _, size in parts) for src, parts in of_source.items()}
+    def _cut(self, ranks: Sequence[int]) -> dict[int, tuple[Window, ...]]:
+        """Every source's blocks, in the order of the model, are spread evenly over the windows.
+
+        A block that several of the ranks want lies in the same window at each.
+        """
+        most = max(1, self.max_elements // PIECES_A_WINDOW)
+        blocks: dict[int, dict[tuple[str, Box], list[Move]]] = {}
+        for move in (move for rank in ranks for move in self._moves(rank)):
+            of_source = blocks.setdefault(move.origin if move.passed_on else move.src_rank, {})
+            for part in _parts(move, most):
+                of_source.setdefault((part.tensor, part.box), []).append(part)
+        sums = {src: sum(box.num_elements for _, box in of) for src, of in blocks.items()}
         steps = max(1, sum(sums.values()) // most)
-        placed: list[tuple[int, int, int, _Sized]] = []
-        for src, parts in of_source.items():
-            turn, before = self._turn(src, moves[0].dst_rank), 0
-            for at, part in enumerate(parts):
-                placed.append((before * steps // sums[src], turn, at, part))
-                before += part[1]
+        placed: list[tuple[int, int, int, list[Move]]] = []
+        for src, of in blocks.items():
+            turn, before = self._turn(src, ranks[0]), 0
+            for at, (tensor, box) in enumerate(sorted(of, key=lambda key: (self._plan.order[key[0]], key[1].spans))):
+                placed.append((before * steps // sums[src], turn, at, of[tensor, box]))
+                before += box.num_elements
         placed.sort(key=lambda entry: entry[:3])
-        now: list[_Sized] = []
-        number, filled = 0, 0
-        for _, _, _, part in placed:
-            if now and filled + part[1] > self._max:
-                yield self._window(number, now)
-                now, number, filled = [], number + 1, 0
-            now.append(part)
-            filled += part[1]
-        if now:
-            yield self._window(number, now)
+        return self._fill(ranks, [moves for *_, moves in placed])
 
-    def _window(self, number: int, parts: Sequence["_Sized"]) -> Window:
+    def _fill(self, ranks: Sequence[int], blocks: Sequence[Sequence[Move]]) -> dict[int, tuple[Window, ...]]:
+        """Windows of the ranks: as many blocks as fit at all ranks that want them, then the next for all."""
+        found: dict[int, list[Window]] = {rank: [] for rank in ranks}
+        now: dict[int, list[Move]] = {rank: [] for rank in ranks}
+        filled = dict.fromkeys(ranks, 0)
+
+        def close() -> None:
+            for rank in ranks:
+                found[rank].append(self._window(len(found[rank]), now[rank]))
+                now[rank], filled[rank] = [], 0
+
+        for moves in blocks:
+            size = moves[0].box.num_elements
+            if any(filled[move.dst_rank] and filled[move.dst_rank] + size > self.max_elements for move in moves):
+                close()
+            for move in moves:
+                now[move.dst_rank].append(move)
+                filled[move.dst_rank] += size
+        if any(filled.values()):
+            close()
+        return {rank: tuple(windows) for rank, windows in found.items()}
+
+    def _window(self, number: int, moves: Sequence[Move]) -> Window:
         placed, at = [], 0
-        for move, size in sorted(parts, key=lambda part: self._turn(part[0].src_rank, part[0].dst_rank)):  # stable
+        # What comes in one message must lie together; the sort is stable.
+        for move in sorted(moves, key=lambda one: (self._turn(one.src_rank, one.dst_rank), one.passed_on)):
             placed.append(Piece(move, at))
-            at += size
+            at += move.box.num_elements
         return Window(number, tuple(placed), at)
 
     def _turn(self, src: int, dst: int) -> int:
@@ -181,111 +195,32 @@ class Windows:
         """A source's pieces in each window, joined; a large one alone, so that it need not be packed."""
         turn, number = self._turn(src_rank, dst_rank), 0
         for window in self.of(dst_rank):
-            joined: list[tuple[list[Move], int]] = []
-            is_open = False
-            for move in (piece.move for piece in window.pieces if piece.move.src_rank == src_rank):
-                size = move.box.num_elements
-                is_large = size >= self._alone
-                if is_open and not is_large:
-                    moves, filled = joined.pop()
-                    joined.append(([*moves, move], filled + size))
-                else:
-                    joined.append(([move], size))
-                is_open = not is_large
-            for moves, filled in joined:
-                yield Message(src_rank, dst_rank, tuple(moves), filled, (window.number, turn, src_rank, False, number))
-                number += 1
+            moves = [piece.move for piece in window.pieces if piece.move.src_rank == src_rank]
+            for passed_on in (False, True):
+                # Behind all that comes from afar into windows of this number.
+                after = turn + len(self._place) * passed_on
+                for joined in self._joined([move for move in moves if move.passed_on == passed_on]):
+                    size = sum(move.box.num_elements for move in joined)
+                    yield Message(src_rank, dst_rank, joined, size, (window.number, after, src_rank, passed_on, number))
+                    number += 1
+
+    def _joined(self, moves: Sequence[Move]) -> Iterator[tuple[Move, ...]]:
+        now: list[Move] = []
+        for move in moves:
+            is_large = move.box.num_elements >= self._alone
+            if now and is_large:
+                yield tuple(now)
+                now = []
+            if is_large:
+                yield (move,)
+            else:
+                now.append(move)
+        if now:
+            yield tuple(now)
 
 
-class Windowed:
-    """A `Destination` that hands windows to a `WindowSink`. Made for one transfer, after the sink's `begin`."""
-
-    def __init__(
-        self, windows: Sequence[Window], receives: Sequence[Message], src: LocalParams, sink: WindowSink
-    ) -> None:
-        self._windows, self._src, self._sink = windows, src, sink
-        self._at: dict[tuple[str, Box], int] = {
-            (piece.move.tensor, piece.move.box): piece.at for window in windows for piece in window.pieces
-        }
-        self._coming = [0] * len(windows)
-        for message in receives:
-            self._coming[message.key[0]] += 1
-        self._regions: list[Tensor] = []
-        self._num_owned, self._num_handed = 0, 0
-
-    def admits(self, bucket: Bucket) -> bool:
-        """See `Destination.admits`: the window before last must have been handed over."""
-        self.own()
-        return all(message.key[0] - NUM_REGIONS < self._num_handed for message in bucket.receives)
-
-    def room(self, message: Message) -> Tensor:
-        """See `Destination.room`: always in a region."""
-        first = message.moves[0]
-        at = self._at[first.tensor, first.box]
-        return self._region(message.key[0])[at : at + message.num_elements]
-
-    def arrived(self, message: Message, data: Tensor) -> None:
-        """See `Destination.arrived`: it lies where it should."""
-        self._coming[message.key[0]] -= 1
-        self._hand_over()
-
-    def held(self, move: Move) -> Tensor:
-        """See `Destination.held`: `Windows` refuses such plans."""
-        raise AssertionError("reshard: what was handed over cannot be passed on")
-
-    def own(self) -> None:
-        """See `Destination.own`."""
-        while self._num_owned < len(self._windows) and self._num_owned - NUM_REGIONS < self._num_handed:
-            window = self._windows[self._num_owned]
-            region = self._region(window.number)
-            for piece in window.pieces:
-                move = piece.move
-                if move.src_rank == move.dst_rank:
-                    flat = region[piece.at : piece.at + move.box.num_elements]
-                    flat.view(move.box.shape).copy_(self._src.view(move.tensor, move.box))
-            self._num_owned += 1
-            self._hand_over()
-
-    def finish(self) -> None:
-        """See `Destination.finish`."""
-        self.own()
-        assert self._num_handed == len(self._windows), "reshard: a window was never whole"
-        self._sink.finish()
-
-    def _region(self, number: int) -> Tensor:
-        while len(self._regions) <= number:
-            assert len(self._regions) - NUM_REGIONS < self._num_handed, "reshard: no region for a window"
-            self._regions.append(self._sink.region(len(self._regions)))
-        return self._regions[number]
-
-    def _hand_over(self) -> None:
-        while self._num_handed < self._num_owned and not self._coming[self._num_handed]:
-            self._sink.hand_over(self._num_handed)
-            self._num_handed += 1
-
-
-_Sized = tuple[Move, int]
-"""A move with its number of elements."""
-
-
-def _parts(move: Move, most: int) -> list[_Sized]:
-    size = move.box.num_elements
-    if size <= most:
-        return [(move, size)]
-    return [(replace(move, box=box), box.num_elements) for box in split(move.box, most)]
-
-
-def check_direct(fanout: Fanout) -> None:
-    """Raise LayoutError for a fanout by which ranks pass on what they have handed to another process."""
-    if fanout is not Fanout.DIRECT:
-        raise LayoutError(
-            f"reshard: fanout {fanout.value} for engines in processes of their own; needs direct, since what was "
-            "handed to such a process cannot be passed on; set sync.fanout=direct"
-        )
-
-
-def _bucket(messages: Sequence[Message], incoming: set[int]) -> Bucket:
-    return Bucket(
-        receives=tuple(message for message in messages if id(message) in incoming),
-        sends=tuple(message for message in messages if id(message) not in incoming),
-    )
+def _parts(move: Move, most: int) -> Iterator[Move]:
+    if move.box.num_elements <= most:
+        yield move
+    else:
+        yield from (replace(move, box=box) for box in split(move.box, most))

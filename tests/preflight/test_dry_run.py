@@ -269,10 +269,9 @@ def test_what_sglang_cannot_do_is_refused_before_anything_starts(check, monkeypa
     code, _, err = check("rollout.engine=sglang")
     assert code == 2
     assert "run scripts/setup.sh core sglang" in err
-    code, _, err = check("rollout.engine=sglang", "rollout.sglang.python=/no/such/python", "sync.fanout=node")
+    code, _, err = check("rollout.engine=sglang", "rollout.sglang.python=/no/such/python")
     assert code == 2
     assert "rollout.sglang.python: /no/such/python is no program" in err
-    assert "sync.fanout: node given, but rollout.engine = sglang" in err
 
 
 def test_what_sglang_has_on_gpus_only_is_refused_where_the_job_is_on_cpus(

@@ -7,7 +7,7 @@ import torch
 
 from rlhf.reshard.bucket import digests
 from rlhf.reshard.plan import make_plan
-from rlhf.reshard.topology import Topology
+from rlhf.reshard.topology import Fanout, Topology
 from rlhf.reshard.windows import Windows
 from tests.reshard.toy import Toy, elements, engine, source
 
@@ -22,11 +22,12 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("window_bytes", [4, 100, 4096, 1 << 20])
+@pytest.mark.parametrize("window_bytes", [16, 100, 4096, 1 << 20])
+@pytest.mark.parametrize("fanout", Fanout)
 @pytest.mark.parametrize("name", PAIRS)
-def test_windows_hold_each_wanted_element_once_and_both_ends_cut_alike(name, window_bytes):
+def test_windows_hold_each_wanted_element_once_and_both_ends_cut_alike(name, fanout, window_bytes):
     src, dst = PAIRS[name]
-    plan = make_plan(src, dst, Topology.blocks(13, ranks_per_node=4))
+    plan = make_plan(src, dst, Topology.blocks(13, ranks_per_node=4), fanout=fanout)
     windows = Windows(plan, window_bytes)
     sent, received = {}, {}
     for rank in plan.ranks:
@@ -54,6 +55,30 @@ def numbers_of(layout, move):
     shape = layout.tensors[move.tensor]
     ids = torch.arange(torch.Size(shape).numel()).view(shape)[move.box.slices]
     return [(move.tensor, number) for number in ids.flatten().tolist()]
+
+
+def test_what_is_passed_on_lies_in_windows_of_one_number_at_both_ranks():
+    src, dst = PAIRS["pools apart"]
+    plan = make_plan(src, dst, Topology.blocks(13, ranks_per_node=13 // 2), fanout=Fanout.NODE)
+    apart = make_plan(src, dst, Topology((0,) * 9 + (1,) * 4), fanout=Fanout.NODE)
+    for one in (plan, apart):
+        windows = Windows(one, 4096)
+        number = {
+            (rank, piece.move.tensor, piece.move.box): window.number
+            for rank in dst.ranks
+            for window in windows.of(rank)
+            for piece in window.pieces
+        }
+        passed = [
+            piece.move
+            for rank in dst.ranks
+            for window in windows.of(rank)
+            for piece in window.pieces
+            if piece.move.passed_on
+        ]
+        assert passed
+        for move in passed:
+            assert number[move.src_rank, move.tensor, move.box] == number[move.dst_rank, move.tensor, move.box]
 
 
 def test_every_source_of_a_rank_sends_into_its_first_window():

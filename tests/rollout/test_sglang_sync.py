@@ -10,13 +10,13 @@ from rlhf.dist.groups import GroupFactory
 from rlhf.errors import LayoutError, WeightSyncError
 from rlhf.families.spec import ModelSpec
 from rlhf.reshard.layout import ModelLayout
-from rlhf.reshard.topology import Fanout, Topology
+from rlhf.reshard.topology import Fanout, Link, Topology
 from rlhf.reshard.weight_sync import WeightSync
 from rlhf.rollout.sglang.layout import Sizes, padding_elements, sglang_layout
 from rlhf.rollout.sglang.sink import SchedulerSink
 from tests.harness.ranks import run_ranks
 from tests.reshard.gloo import as_table
-from tests.reshard.toy import brute_force_bound, filled_params, full_tensors
+from tests.reshard.toy import brute_force_bound, brute_force_far, filled_params, full_tensors
 from tests.rollout.schedulers import ThreadPort, model_of
 from tests.rollout.test_sglang_layout import SPECS
 from tests.rollout.test_sglang_loader import check_holds, staged
@@ -26,27 +26,35 @@ SIZES = Sizes(2, 2)
 BUCKET = 20000
 
 
-def test_actor_of_four_ranks_into_engines_on_its_own_ranks_and_in_a_pool_apart():
+POOLS = (  # engines, first rank, ranks of a node, fanout
+    (2, 0, 4, Fanout.DIRECT),
+    (1, 4, 4, Fanout.DIRECT),
+    (2, 2, (0, 0, 1, 1, 1, 1), Fanout.NODE),  # the first stage crosses once for two engines
+)
+
+
+def test_actor_of_four_ranks_into_engines_on_its_own_ranks_in_a_pool_apart_and_two_on_a_node():
     spec = SPECS["qwen3_moe"]
     src = as_table(staged(spec))
     layouts = [
-        as_table(sglang_layout(spec, tp=2, ep=2, dp=dp, first_rank=first, dtype="float32"))
-        for dp, first in ((2, 0), (1, 4))
+        as_table(sglang_layout(spec, tp=2, ep=2, dp=dp, first_rank=first, dtype="float32")) for dp, first, *_ in POOLS
     ]
     run_ranks(6, into_engines, spec, src, layouts)
 
 
 def into_engines(spec: ModelSpec, src: ModelLayout, layouts: list[ModelLayout]) -> None:
     factory = GroupFactory(device_backend="gloo", timeout=timedelta(seconds=60))
-    topology = Topology.blocks(6, ranks_per_node=4)
-    for dst in layouts:
+    for dst, (_, _, nodes, fanout) in zip(layouts, POOLS, strict=True):
+        topology = Topology(nodes) if isinstance(nodes, tuple) else Topology.blocks(6, ranks_per_node=nodes)
         group = factory.cpu_group([tuple(sorted({*src.ranks, *dst.ranks}))])
-        sync = WeightSync(src, dst, topology=topology, group=group, bucket_bytes=BUCKET, windowed=True)
-        syncs(spec, src, dst, sync)
+        for near in (True, False) if fanout is Fanout.NODE else (True,):
+            sync = WeightSync(
+                src, dst, topology=topology, group=group, bucket_bytes=BUCKET, windowed=True, fanout=fanout, near=near
+            )
+            far = 4 * brute_force_far(src, dst, topology.nodes, once=fanout is Fanout.NODE)
+            syncs(spec, src, dst, sync, far)
         if group is not None:
             refusals(spec, src, dst, sync)
-        with pytest.raises(LayoutError, match="fanout node for engines in processes of their own"):
-            WeightSync(src, dst, topology=topology, group=group, fanout=Fanout.NODE, windowed=True)
 
 
 def sink_of(spec: ModelSpec, dst: ModelLayout, model: torch.nn.Module) -> SchedulerSink:
@@ -57,7 +65,7 @@ def sink_of(spec: ModelSpec, dst: ModelLayout, model: torch.nn.Module) -> Schedu
     )
 
 
-def syncs(spec: ModelSpec, src: ModelLayout, dst: ModelLayout, sync: WeightSync) -> None:
+def syncs(spec: ModelSpec, src: ModelLayout, dst: ModelLayout, sync: WeightSync, far: int) -> None:
     """A complete sync, one of what changed, one after the engine lost its weights: bytes, memory and every element."""
     rank = dist.get_rank()
     model = model_of(spec, SIZES)
@@ -78,6 +86,8 @@ def syncs(spec: ModelSpec, src: ModelLayout, dst: ModelLayout, sync: WeightSync)
             continue
         assert stats.moved == stats.bound
         assert (stats.moved == everything) == (number != 1)
+        assert stats.received[Link.ACROSS_NODES] == stats.far_bound
+        assert stats.far_bound == far or number == 1
         assert 0 < stats.staged_bytes <= stats.staging_bytes <= sync.certificate.staging_bytes <= 2 * BUCKET
         if rank in dst.ranks:
             padding = sum(padding_elements(spec, SIZES, (rank - dst.ranks[0]) % 2).values())

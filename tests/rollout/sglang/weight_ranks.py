@@ -21,7 +21,7 @@ from rlhf.families.spec import ModelSpec
 from rlhf.reshard.layout import ModelLayout
 from rlhf.reshard.plan import make_plan
 from rlhf.reshard.routes import Routes
-from rlhf.reshard.topology import Topology
+from rlhf.reshard.topology import Fanout, Link, Topology
 from rlhf.reshard.weight_sync import WeightSync
 from rlhf.rollout.sglang.engine import SGLangEngine
 from rlhf.rollout.sglang.layout import folded, sglang_layout
@@ -119,13 +119,19 @@ def actor_into_engine(case: Case, with_megatron: bool, builds: Iterable[Built]) 
     first, second = case.answers
     actor = _megatron(case, factory) if with_megatron else filled_params(case.src, dist.get_rank(), first.weights)
     topology = Topology.blocks(dist.get_world_size(), ranks_per_node=4)
-    sync = WeightSync(case.src, case.dst, topology=topology, group=everyone, bucket_bytes=60000, windowed=True)
+    # What both ranks of an engine in a pool apart want, norms and so on, crosses once and is passed on.
+    fanout = Fanout.NODE if with_megatron else Fanout.DIRECT
+    sync = WeightSync(
+        case.src, case.dst, topology=topology, group=everyone, bucket_bytes=60000, windowed=True, fanout=fanout
+    )
     assert sync.certificate is not None
     try:
         refuses_to_answer(engine, case)
         engine.poison()
         stats = sync.update_weights(actor, engine.params)
         assert stats.moved == stats.bound == sync.certificate.bound
+        assert stats.received[Link.ACROSS_NODES] == stats.far_bound == sync.certificate.far_bound
+        assert not with_megatron or 0 < stats.far_bound < stats.moved
         assert 0 < stats.staged_bytes <= sync.certificate.staging_bytes <= 2 * 60000
         engine.check(first, 1)
         for one in case.src.holdings(dist.get_rank()) if dist.get_rank() in case.src.ranks else ():
