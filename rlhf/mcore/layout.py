@@ -35,7 +35,7 @@ EXPERTS = "mlp.experts.local_experts."
 """In the name of each parameter of an expert."""
 _EXPERT = EXPERTS + "{expert}."
 
-_PARAM = {
+PARAM_OF_PART = {
     Part.EMBED: EMBEDDING,
     Part.ATTN_NORM: "input_layernorm.weight",
     Part.Q: "self_attention.linear_qkv.weight",
@@ -60,12 +60,6 @@ _PARAM = {
     Part.VALUE_HEAD: OUTPUT,
 }
 """Megatron's name of the parameter that holds a part; in a layer, the name inside it."""
-
-
-def param_name(part: Part) -> str:
-    """Name of the parameter that holds a part; in a layer, the name inside it, `{expert}` standing for the number."""
-    return _PARAM[part]
-
 
 _INSIDE_LAYER = re.compile(r"^decoder\.layers\.\d+\.(mlp\.experts\.local_experts\.\d+\.)?")
 _LAYER_NUMBER = re.compile(r"^(decoder\.layers\.)(\d+)\.")
@@ -164,7 +158,7 @@ def params_of_stage(
     is_last = stage == parallel.pp - 1
     found = []
     for tensor in logical_tensors(spec, head=head):
-        name = _PARAM[tensor.part]
+        name = PARAM_OF_PART[tensor.part]
         if tensor.layer >= 0:
             if tensor.layer in place:
                 name = name.format(expert=tensor.expert % max(1, spec.num_experts // parallel.ep))

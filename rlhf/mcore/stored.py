@@ -7,6 +7,7 @@ hidden]. Keys are those of Megatron's Transformer Engine layers; its local layer
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 
 from rlhf.config.parallel import ParallelConfig
 from rlhf.families.admissible import check_layout
@@ -15,9 +16,9 @@ from rlhf.mcore.groups import expert_grid, model_grid
 from rlhf.mcore.layout import (
     EMBEDDING,
     OUTPUT,
+    PARAM_OF_PART,
     Piece,
     held_pieces,
-    param_name,
     param_shapes,
     params_of_stage,
     vocab_rows,
@@ -41,6 +42,10 @@ _NORM_KEYS = {
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
 """Name inside a layer -> stored key inside it, where Transformer Engine holds a norm in the linear layer after it."""
+
+
+_EXTRA_STATE = "._extra_state/shard_{at}_{of}"
+"""What follows a module's key in that of its extra state: indices of layer and expert, and how many there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,30 @@ def stored_pieces(spec: ModelSpec, *, head: Head) -> tuple[StoredPiece, ...]:
         for tensor, param in params_of_stage(spec, ParallelConfig(), head, 0)
         for piece in held_pieces(spec, tensor, param, 1, 0)
     )
+
+
+def extra_state_keys(spec: ModelSpec) -> tuple[str, ...]:
+    """Objects without content that Megatron's modules look for beside tensors, by default in vain an error.
+
+    Each is stored as `torch.save([None])`. They are scales of fp8 where a model has any; which modules ask depends on
+    the version of Transformer Engine, so these are all that may (a checkpoint may have more than is asked for).
+    """
+    of_layers = ["self_attention.core_attention", "self_attention.linear_qkv", "self_attention.linear_proj"]
+    if spec.qk_norm:
+        of_layers += ["self_attention.q_layernorm", "self_attention.k_layernorm"]
+    stacked = {(spec.num_layers,): of_layers}
+    if spec.num_experts:
+        of_layers += ["pre_mlp_layernorm"]
+        stacked[(spec.num_layers, spec.num_experts)] = [f"{EXPERTS}linear_fc1", f"{EXPERTS}linear_fc2"]
+    else:
+        of_layers += ["mlp.linear_fc1", "mlp.linear_fc2"]
+    keys = ["decoder.final_layernorm" + _EXTRA_STATE.format(at=0, of=1)]
+    for counts, modules in stacked.items():
+        of = ".".join(map(str, counts))
+        for at in product(*map(range, counts)):
+            place = _EXTRA_STATE.format(at=".".join(map(str, at)), of=of)
+            keys += [f"{DECODER}{module}{place}" for module in modules]
+    return tuple(keys)
 
 
 def held_of_stored(
@@ -158,7 +187,7 @@ def _runs(tensor: LogicalTensor, param: str, shape: tuple[int, ...], cut: _Cut |
 
 
 def _key(spec: ModelSpec, tensor: LogicalTensor) -> str:
-    name = param_name(tensor.part)
+    name = PARAM_OF_PART[tensor.part]
     if tensor.expert >= 0:
         return DECODER + name.replace(PARAM_EXPERTS + "{expert}.", EXPERTS)
     if tensor.layer < 0:

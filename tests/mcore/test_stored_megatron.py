@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 from torch import Tensor
 
 from rlhf.config.model import ModelConfig
@@ -12,7 +12,7 @@ from rlhf.config.parallel import ParallelConfig
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.layout import layers_before, local_name
 from rlhf.mcore.model import MegatronModel, build_model
-from rlhf.mcore.stored import OTHER_KEYS, VOCABULARY_KEYS, held_of_stored, stored_shapes
+from rlhf.mcore.stored import OTHER_KEYS, VOCABULARY_KEYS, extra_state_keys, held_of_stored, stored_shapes
 from rlhf.reshard.layout import Box
 from tests.mcore.fake_ranks import as_rank
 from tests.mcore.stand_in import tiny_moe_spec, tiny_spec
@@ -37,16 +37,24 @@ Place = tuple[str, int, str, tuple[int, ...], Box]
 """Parameter, number of its element that comes first, key, whole shape, box of the stored tensor."""
 
 
-def said_by_megatron(model: MegatronModel) -> set[Place]:
-    """Of this rank's parameters; padding of the vocabulary cut off, for which Megatron accepts any number of rows."""
-    found = set()
+def said_by_megatron(model: MegatronModel) -> tuple[set[Place], set[str]]:
+    """Of this rank's parameters, and keys of its objects.
+
+    Padding of the vocabulary is cut off, for which Megatron accepts any number of rows.
+    """
+    found, objects = set(), set()
     before = layers_before(model.spec, model.parallel, model.groups.pp_rank)
     ours = {other: key for key, other in OTHER_KEYS.items()} if model.spec.num_experts else {}
     for module, start in zip(model.modules, before, strict=True):
         state = module.sharded_state_dict(metadata={"dp_cp_group": model.groups.collection.dp_cp})
         for name, entry in state.items():
+            if isinstance(entry, ShardedObject):
+                assert entry.data is None
+                objects.add(entry.unique_key)
+                continue
             shards = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
-            for shard in shards if isinstance(shards[0], ShardedTensor) else ():
+            for shard in shards:
+                assert isinstance(shard, ShardedTensor)
                 lead = shard.prepend_axis_num
                 spans = [(at, at + 1) for at in shard.global_offset[:lead]]
                 for at, extent in zip(shard.global_offset[lead:], shard.local_shape, strict=True):
@@ -59,7 +67,7 @@ def said_by_megatron(model: MegatronModel) -> set[Place]:
                     place = (ours.get(shard.key, shard.key), tuple(shape), Box(tuple(spans)))
                     assert isinstance(shard.data, Tensor)
                     found.add((local_name(name, start), shard.data.storage_offset(), *place))
-    return found
+    return found, objects
 
 
 def said_by_us(model: MegatronModel) -> set[Place]:
@@ -85,7 +93,7 @@ def params_of(model: MegatronModel) -> dict[str, Tensor]:
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_megatrons_modules_say_the_same_of_every_rank(case: int, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, parallel, head = CASES[case]
-    keys = set()
+    keys, objects = set(), set()
     for rank in parallel.ranks:
         with as_rank(parallel, rank) as groups:
             # Some modules of the local spec keep no group and ask the global, and so does a tied head.
@@ -101,7 +109,11 @@ def test_megatrons_modules_say_the_same_of_every_rank(case: int, monkeypatch: py
                 seed=1,
                 trainable=False,
             )
-            wanted = said_by_megatron(model)
+            wanted, of_rank = said_by_megatron(model)
+            objects |= of_rank
             assert said_by_us(model) == wanted, f"rank {rank}"
             keys |= {key for _, _, key, _, _ in wanted}
     assert keys == set(stored_shapes(spec, head=head))
+    # Local layers ask for the state of their linear layers, of all layers and experts.
+    linear = {key for key in extra_state_keys(spec) if ".linear_" in key}
+    assert objects == linear
