@@ -113,6 +113,18 @@ def _mixtral(hidden: int, ffn: int, layers: int, heads: int) -> Mapping[str, obj
     }
 
 
+def _mistral(*, vocab_size: int, window: int | None = None, theta: float = 1e6) -> Mapping[str, object]:
+    return {
+        **_dense("MistralForCausalLM", 4096, 14336, 32, 32, 8),
+        "vocab_size": vocab_size,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": theta,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
+        "sliding_window": window,
+    }
+
+
 def _dense(architecture: str, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int) -> Mapping[str, object]:
     return {
         "architectures": [architecture],
@@ -126,6 +138,10 @@ def _dense(architecture: str, hidden: int, ffn: int, layers: int, heads: int, kv
 
 def _meta(*names: str) -> tuple[str, ...]:
     return tuple(f"meta-llama/{name}{kind}" for name in names for kind in ("-Instruct", ""))
+
+
+def _mistral_ids(version: str) -> tuple[str, ...]:
+    return f"mistralai/Mistral-7B-Instruct-{version}", f"mistralai/Mistral-7B-{version}"
 
 
 def _qwen25(size: str) -> tuple[str, ...]:
@@ -169,6 +185,8 @@ PUBLISHED: tuple[Published, ...] = (
     Published("qwen3-32b", ("Qwen/Qwen3-32B",), _qwen3(5120, 25600, 64, 64, tied=False)),
     Published("qwen3-30b-a3b", ("Qwen/Qwen3-30B-A3B",), _qwen3_moe(2048, 6144, 768, 48, 32)),
     Published("qwen3-235b-a22b", ("Qwen/Qwen3-235B-A22B",), _qwen3_moe(4096, 12288, 1536, 94, 64)),
+    Published("mistral-7b-v0.1", _mistral_ids("v0.1"), _mistral(vocab_size=32000, window=4096, theta=1e4)),
+    Published("mistral-7b", _mistral_ids("v0.3"), _mistral(vocab_size=32768)),
     Published(
         "mixtral-8x7b",
         ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mistralai/Mixtral-8x7B-v0.1"),

@@ -9,6 +9,7 @@ from typing import Any
 from rlhf.errors import CheckpointError
 from rlhf.families.family import EXPERT_COUNT_KEYS, Family, TensorRule
 from rlhf.families.llama import LLAMA
+from rlhf.families.mistral import MISTRAL
 from rlhf.families.mixtral import MIXTRAL
 from rlhf.families.qwen2 import QWEN2
 from rlhf.families.qwen3 import QWEN3
@@ -16,7 +17,7 @@ from rlhf.families.qwen3_moe import QWEN3_MOE
 from rlhf.families.rope import positive_number, read_rope, rope_entries
 from rlhf.families.spec import Head, LogicalTensor, ModelSpec
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL)
+FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL)
 
 _REFUSED_ANYWHERE: Mapping[str, object] = {
     "hidden_act": "silu",
@@ -99,6 +100,7 @@ def spec_of(config: Mapping[str, Any], *, where: str) -> ModelSpec:
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         init_std=positive_number(entries, "initializer_range", where),
+        sliding_window=_window(family, config, where),
         **_experts_of(family, entries, where),
     )
 
@@ -127,6 +129,7 @@ def hf_config(spec: ModelSpec, *, head: Head = Head.LM, dtype: str = "float32") 
         "dtype": dtype,
         "torch_dtype": dtype,
         **family.refused,
+        **({"sliding_window": spec.sliding_window or None} if "sliding_window" in family.defaults else {}),
         **_expert_entries(family, spec),
         **rope_entries(spec),
     }
@@ -204,6 +207,14 @@ def _positive(entries: Mapping[str, Any], key: str, where: str) -> int:
         said = "missing" if found is None else f"{found!r}"
         raise CheckpointError(f"{where}: {key} is {said}; needs an integer >= 1; correct the file")
     return found
+
+
+def _window(family: Family, config: Mapping[str, Any], where: str) -> int:
+    """Positions that attention looks back, 0 for all. Here null and a key that is left out differ."""
+    key = "sliding_window"
+    if key not in family.defaults or (key in config and config[key] is None):
+        return 0
+    return _positive({**family.defaults, **config}, key, where)
 
 
 def _experts_of(family: Family, entries: Mapping[str, Any], where: str) -> dict[str, Any]:

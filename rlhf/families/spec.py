@@ -77,6 +77,9 @@ class ModelSpec:
     qkv_bias: bool
     qk_norm: bool
     init_std: float = 0.02
+    sliding_window: int = 0
+    """Positions that attention looks back, its own included; 0 for all. Nothing here implements a window: see
+    `max_length`."""
     num_experts: int = 0
     """Experts of each layer; 0 for a dense model, and then the next three mean nothing."""
     experts_per_token: int = 0
@@ -85,3 +88,11 @@ class ModelSpec:
     """Of each expert's MLP."""
     norm_topk_prob: bool = False
     """Whether the probabilities of a token's experts are divided by their sum."""
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence that the model may be given.
+
+        Within its positions and its window, which changes nothing for a sequence that is no longer than it.
+        """
+        return min(self.max_positions, self.sliding_window or self.max_positions)

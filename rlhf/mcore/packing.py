@@ -29,8 +29,11 @@ class PackedMicrobatch:
     """int64 [R]: the response tokens, row after row."""
 
 
-def check_sequences(sequences: Sequences, *, vocab_size: int) -> None:
-    """Raise ShapeError when a row has no prompt token or a token is outside the vocabulary."""
+def check_sequences(sequences: Sequences, *, vocab_size: int, sliding_window: int = 0) -> None:
+    """Raise ShapeError when a row has no prompt token or a token is outside the vocabulary.
+
+    So also for a row that is longer than the model's sliding window (0: it has none).
+    """
     lengths, responses = sequences.tokens.lengths, sequences.response_lengths
     bad = ((responses < 0) | (responses >= lengths)).nonzero()[:, 0]
     if len(bad):
@@ -38,6 +41,13 @@ def check_sequences(sequences: Sequences, *, vocab_size: int) -> None:
         raise ShapeError(
             f"sequences: row {row} (sample {int(sequences.sample_ids[row])}) has {int(lengths[row])} tokens, "
             f"{int(responses[row])} of them response; needs at least one token before the response"
+        )
+    if sliding_window and len(lengths) and int(lengths.max()) > sliding_window:
+        row = int(lengths.argmax())
+        raise ShapeError(
+            f"sequences: row {row} (sample {int(sequences.sample_ids[row])}) has {int(lengths[row])} tokens; the model "
+            f"looks back over sliding_window = {sliding_window} of them only, which is not implemented; needs shorter "
+            "rows; limit them, or choose a model without a window"
         )
     tokens = sequences.tokens.values
     if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:

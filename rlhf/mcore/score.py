@@ -67,7 +67,7 @@ def pack_microbatches(
     model: MegatronModel, sequences: Sequences, microbatch_tokens: int
 ) -> tuple[Plan, list[PackedMicrobatch]]:
     """Plan of the rows and each microbatch on the model's device. Collective over dp (the count is agreed)."""
-    check_sequences(sequences, vocab_size=model.spec.vocab_size)
+    check_sequences(sequences, vocab_size=model.spec.vocab_size, sliding_window=model.spec.sliding_window)
     with model.span("agree on microbatches", Kind.WAIT):
         plan = plan_microbatches(
             sequences.tokens.lengths.tolist(),

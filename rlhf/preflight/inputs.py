@@ -155,10 +155,11 @@ def _check_stop_ids(where: str, given: tuple[int, ...], vocab_size: int) -> None
 def _check_positions(where: str, sampling: SamplingConfig, data: DataConfig, specs: dict[str, ModelSpec]) -> None:
     longest = data.max_prompt_tokens + sampling.max_new_tokens
     for role, spec in specs.items():
-        if longest > spec.max_positions:
+        if longest > spec.max_length:
+            limit = "was made for" if spec.max_length == spec.max_positions else "has a sliding window of"
             refuse(
                 f"{where}: {sampling.max_new_tokens} after data.max_prompt_tokens = {data.max_prompt_tokens} make "
-                f"{longest} positions; the {role}'s model was made for {spec.max_positions}; lower one of the two"
+                f"{longest} positions; the {role}'s model {limit} {spec.max_length}; lower one of the two"
             )
 
 

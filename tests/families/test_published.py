@@ -32,6 +32,8 @@ TOTALS = {
     "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b": 7_248_023_552,
     "mixtral-8x7b": 46_702_792_704,
     "smollm2-135m": 134_515_008,
     "smollm2-360m": 361_821_120,
@@ -62,6 +64,8 @@ def test_names_and_ids_find_one_model_each() -> None:
     [
         ("qwen3-30b-a3b", (128, 4, False, 40960, 1e6, 1e-6)),
         ("mixtral-8x7b", (128, 8, False, 32768, 1e6, 1e-5)),
+        ("mistral-7b-v0.1", (128, 8, False, 32768, 1e4, 1e-5)),
+        ("mistral-7b", (128, 8, False, 32768, 1e6, 1e-5)),
         ("llama3-8b", (128, 8, False, 8192, 500000.0, 1e-5)),
         ("llama3-405b", (128, 8, False, 131072, 500000.0, 1e-5)),
         ("qwen3-0.6b", (128, 8, True, 40960, 1e6, 1e-6)),  # head_dim is not hidden / heads
@@ -77,6 +81,7 @@ def test_numbers_that_no_total_shows(name: str, numbers: tuple) -> None:
         *(spec.max_positions, spec.rope_theta, spec.norm_eps),
     ) == numbers
     assert (spec.rope_scaling is not None) == (name == "llama3-405b")
+    assert spec.max_length == (4096 if name == "mistral-7b-v0.1" else spec.max_positions)
 
 
 @pytest.mark.parametrize(("name", "numbers"), [("qwen3-235b-a22b", (128, 8, 1536)), ("mixtral-8x7b", (8, 2, 14336))])

@@ -36,7 +36,7 @@ EXPERTS = {
 }
 MOE = {**TINY, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 5, "num_experts_per_tok": 3}
 MOE |= {"moe_intermediate_size": 36}
-FAMILY_NAMES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
+FAMILY_NAMES = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
 
 
 def spec(family: str, *, tied: bool = False, scaled: bool = False) -> ModelSpec:
@@ -130,6 +130,24 @@ def test_keys_left_out_get_the_familys_defaults():
 
 
 @pytest.mark.parametrize(
+    ("entries", "window", "longest"),
+    [({}, 4096, 4096), ({"sliding_window": None}, 0, 32768), ({"sliding_window": 65536}, 65536, 32768)],
+)
+def test_a_mistral_config_means_the_window_that_transformers_reads_from_it(entries, window, longest, tmp_path):
+    config = {**TINY, "architectures": ["MistralForCausalLM"], "model_type": "mistral", **entries}
+    config["max_position_embeddings"] = 32768
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ours = read_spec(tmp_path)
+    assert (ours.sliding_window, ours.max_length) == (window, longest)
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert (theirs.sliding_window or 0) == window
+    theirs.save_pretrained(tmp_path / "again")
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "config.json").write_text(json.dumps(hf_config(ours)))
+    assert read_spec(tmp_path / "again") == read_spec(tmp_path / "ours") == ours
+
+
+@pytest.mark.parametrize(
     ("changed", "named"),
     [
         ({"architectures": ["GptOssForCausalLM"]}, "GptOssForCausalLM.*LlamaForCausalLM.*Qwen3ForCausalLM"),
@@ -143,6 +161,7 @@ def test_keys_left_out_get_the_familys_defaults():
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "use_sliding_window"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window is 0"),
         ({"architectures": ["Qwen3ForCausalLM"], "attention_bias": True}, "attention_bias"),
         ({"num_key_value_heads": 4}, "num_key_value_heads"),
         ({"hidden_size": None}, "hidden_size is missing"),

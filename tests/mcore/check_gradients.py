@@ -245,6 +245,7 @@ CHECKS = [
     ("qwen3", ParallelConfig(tp=4), Head.LM, "full"),
     ("llama", ParallelConfig(tp=4), Head.VALUE, "none"),
     ("qwen3", ParallelConfig(pp=3, layers_per_stage=(1, 1, 1), first_rank=1), Head.LM, "none"),
+    ("mistral", ParallelConfig(tp=2, pp=2), Head.LM, "none"),
     ("qwen2", ParallelConfig(pp=2, vpp=2, dp=2), Head.LM, "none"),
     ("qwen2", ParallelConfig(tp=2, pp=2, vpp=2), Head.LM, "none"),
     ("llama", ParallelConfig(tp=2, pp=2, vpp=2), Head.VALUE, "full"),

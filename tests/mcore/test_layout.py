@@ -13,6 +13,7 @@ from tests.mcore.stand_in import tiny_spec
 
 FAMILIES = {
     "llama": {},
+    "mistral": {"family": "mistral"},
     "qwen2": {"family": "qwen2", "qkv_bias": True},
     "qwen3": {"family": "qwen3", "qk_norm": True},
 }

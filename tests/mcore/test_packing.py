@@ -60,4 +60,8 @@ def test_bad_rows_are_named():
         check_sequences(_sequences([([1, 2], 1), ([3, 4], 2)]), vocab_size=9)
     with pytest.raises(ShapeError, match=r"token ids 1\.\.9; the model has 0\.\.8"):
         check_sequences(_sequences([([1, 9], 1)]), vocab_size=9)
-    check_sequences(_sequences([]), vocab_size=9)
+    three = _sequences([([1, 2], 1), ([3, 4, 5], 2)])
+    with pytest.raises(ShapeError, match=r"row 1 \(sample 11\) has 3 tokens; .* sliding_window = 2"):
+        check_sequences(three, vocab_size=9, sliding_window=2)
+    check_sequences(three, vocab_size=9, sliding_window=3)
+    check_sequences(_sequences([]), vocab_size=9, sliding_window=3)

@@ -34,6 +34,7 @@ CASES = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": False, "rope_parameters": ROPE_LLAMA3}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"tie_word_embeddings": False, "num_hidden_layers": 3}),
+    "mistral": ("MistralConfig", {"tie_word_embeddings": True, "sliding_window": max(LENGTHS)}),
     "deep": ("Qwen2Config", {"tie_word_embeddings": False, "num_hidden_layers": 7}),
 }
 """Name -> config class and what differs from COMMON."""

@@ -113,6 +113,19 @@ def test_a_model_is_not_saved_over_one_that_the_run_reads(folder: Path, capsys: 
     )
 
 
+def test_no_row_may_be_longer_than_a_sliding_window(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    windowed = folder / "windowed"
+    windowed.mkdir()
+    config = json.loads((folder / "model" / "config.json").read_text())
+    config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 31}
+    (windowed / "config.json").write_text(json.dumps(config))
+    argv = [folder / "tiny.yaml", f"critic.model.path={windowed}", "critic.model.init=random"]
+    lengths = ["eval.sampling.max_new_tokens=7", "rollout.sampling.max_new_tokens"]
+    assert main([*map(str, argv), lengths[0], f"{lengths[1]}=7"]) == 0
+    message = said(capsys, *argv, lengths[0], f"{lengths[1]}=8")
+    assert "24 make 32 positions; the critic's model has a sliding window of 31; lower one" in message
+
+
 def test_weights_cut_short_are_found_by_their_header(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = folder / "short"
     short.mkdir()

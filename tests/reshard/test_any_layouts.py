@@ -19,7 +19,7 @@ from rlhf.rollout.sglang.layout import sglang_layout
 from tests.reshard.test_dense_models import SPECS
 from tests.reshard.test_fanout import check_filled
 
-DENSE, EXPERTS = ("llama", "qwen2", "qwen3"), ("qwen3_moe", "mixtral")
+DENSE, EXPERTS = ("llama", "mistral", "qwen2", "qwen3"), ("qwen3_moe", "mixtral")
 SIZES = st.sampled_from([1, 2, 2, 3, 4])
 
 

@@ -41,6 +41,7 @@ LLAMA = ModelSpec(
 )
 SPECS = {
     "llama": LLAMA,
+    "mistral": replace(LLAMA, family="mistral", num_kv_heads=8),
     "qwen2": replace(LLAMA, family="qwen2", qkv_bias=True, tied_embeddings=True),
     "qwen3": replace(LLAMA, family="qwen3", qk_norm=True, tied_embeddings=True, num_kv_heads=2, head_dim=3),
 }

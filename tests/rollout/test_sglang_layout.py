@@ -37,6 +37,7 @@ DENSE = ModelSpec(
 EXPERTS = {"num_experts": 6, "experts_per_token": 3, "moe_ffn_size": 36, "norm_topk_prob": True}
 SPECS = {
     "llama": DENSE,
+    "mistral": replace(DENSE, family="mistral", sliding_window=64),
     "qwen2": replace(DENSE, family="qwen2", qkv_bias=True, tied_embeddings=True),
     "qwen3": replace(DENSE, family="qwen3", qk_norm=True, tied_embeddings=True),
     "qwen3_moe": replace(DENSE, family="qwen3_moe", qk_norm=True, **EXPERTS),

@@ -31,6 +31,7 @@ COMMON = {
 MOE = {"num_experts_per_tok": 3, "num_hidden_layers": 2, "tie_word_embeddings": False}
 CASES = {
     "llama": (transformers.LlamaConfig, {"tie_word_embeddings": False, "rope_parameters": ROPE_LLAMA3}),
+    "mistral": (transformers.MistralConfig, {"tie_word_embeddings": False, "sliding_window": None}),
     "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (transformers.Qwen3Config, {"tie_word_embeddings": False, "num_hidden_layers": 2}),
     "qwen3_moe": (

@@ -65,7 +65,7 @@ def server_args(
         "gpu_id_step": place.gpu_step,
         "max_running_requests": config.max_running,
         "max_total_tokens": config.kv_cache_tokens + SPARE_TOKENS,
-        "context_length": spec.max_positions + SPARE_TOKENS,
+        "context_length": spec.max_length + SPARE_TOKENS,
         "random_seed": run_seed & 0x7FFFFFFF,
         "grammar_backend": "none",
         "sleep_on_idle": True,  # a scheduler that waits would else keep a core busy while models train

@@ -74,7 +74,14 @@ def test_dense_from_megatron_on_four_ranks_into_an_engine_on_two_others(tmp_path
         first_rank=4,
         ep=1,
     )
-    sizes = [("llama", 4, 1), ("qwen2", 2, 1), ("qwen3", 4, 1), ("qwen3_moe", 4, 2), ("qwen3_moe", 2, 1)]
+    sizes = [
+        ("llama", 4, 1),
+        ("mistral", 2, 1),
+        ("qwen2", 2, 1),
+        ("qwen3", 4, 1),
+        ("qwen3_moe", 4, 2),
+        ("qwen3_moe", 2, 1),
+    ]
     sizes += [("mixtral", 2, 2), ("mixtral", 4, 1)]
     builds = [built(BUILT[name], tp=tp, ep=ep, rank=rank) for name, tp, ep in sizes for rank in range(tp)]
     run_ranks(6, actor_into_engine, case, True, builds)
