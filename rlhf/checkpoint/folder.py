@@ -1,0 +1,139 @@
+"""Checkpoints of a run side by side in one folder: names, `latest`, which are whole, which may go.
+
+`step_00000010/` is a checkpoint; names that begin with a dot are saves under way or leftovers of one.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.distributed import ProcessGroup
+
+from rlhf.checkpoint.durable import flush_entries, replace_file
+from rlhf.checkpoint.together import from_first, place
+from rlhf.checkpoint.whole import find_damage
+
+LATEST_FILE = "latest"
+
+_STEP = re.compile(r"step_(\d{8,})")
+_PARTIAL = re.compile(r"\.step_(\d{8,})\.partial-[0-9a-f]+")
+_REPLACED = re.compile(r"\.(step_\d{8,})\.replaced-[0-9a-f]+")
+
+
+def step_name(step: int) -> str:
+    """Name of a step's checkpoint."""
+    return f"step_{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint's folder; its name must be one."""
+    found = _STEP.fullmatch(path.name)
+    assert found is not None, f"{path} is no checkpoint of a step"
+    return int(found[1])
+
+
+def saved(folder: Path) -> list[Path]:
+    """Folders of checkpoints, whole or not, the one of the latest step first; [] where nothing is."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def latest(folder: Path) -> Path | None:
+    """The checkpoint that `latest` names, there or not; None where the file is missing or says nonsense."""
+    path = folder / LATEST_FILE
+    name = path.read_text(errors="replace").strip() if path.is_file() else ""
+    return folder / name if _STEP.fullmatch(name) else None
+
+
+def in_order(folder: Path) -> list[Path]:
+    """Checkpoints in the order in which a resume tries them.
+
+    The one that `latest` names and those before it, newest first; then those after it, which a run has left behind that
+    went back to an earlier one.
+    """
+    found, named = saved(folder), latest(folder)
+    if named is None:
+        return found
+    step = step_of(named)
+    return [path for path in found if step_of(path) <= step] + [path for path in found if step_of(path) > step]
+
+
+def newest_whole(folder: Path, *, group: ProcessGroup | None, note: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint all of whose files are as they were written; None when there is none.
+
+    Collective over `group` (gloo; None: this process alone), whose ranks read the files between them. A damaged
+    checkpoint is left where it is.
+
+    Args:
+        folder: The run's folder of checkpoints; need not exist.
+        group: All ranks that will load.
+        note: Takes a line for each damaged checkpoint, on the group's first rank: which file, why, what is tried next.
+    """
+    leads = place(group)[0] == 0
+    if leads:
+        put_back(folder)
+    order = from_first(in_order(folder) if leads else [], group)
+    for path, next_one in zip(order, [*order[1:], None], strict=True):
+        damage = find_damage(path, group=group)
+        if damage is None:
+            return path
+        if leads:
+            then = f"trying {next_one.name}" if next_one is not None else "there is no other"
+            note(f"checkpoint {path} is damaged: {damage}; {then}")
+    return None
+
+
+def begin(folder: Path, step: int) -> Path:
+    """A new hidden folder to save into. One process calls it.
+
+    Its name is new each time, so that a process that an earlier job left behind cannot write into it.
+    """
+    path = folder / f".{step_name(step)}.partial-{os.urandom(4).hex()}"
+    path.mkdir(parents=True)
+    return path
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Give a finished save its name, in place of one of the same step, and let `latest` name it. One process calls it.
+
+    Whenever it is cut, either the old or the new one is there whole (`put_back` finds it).
+    """
+    replaced = final.with_name(f".{final.name}.replaced-{os.urandom(4).hex()}")
+    if final.exists():
+        final.rename(replaced)
+    try:
+        partial.rename(final)
+    except OSError:
+        put_back(final.parent)
+        raise
+    flush_entries(final.parent)
+    replace_file(final.parent / LATEST_FILE, f"{final.name}\n".encode())
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def put_back(folder: Path) -> None:
+    """Undo a replacement that was cut in the middle. One process calls it, while nobody saves."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        found = _REPLACED.fullmatch(path.name)
+        if found is not None and not (folder / found[1]).exists():
+            path.rename(folder / found[1])
+
+
+def sweep(folder: Path) -> None:
+    """Remove what cut saves have left behind. One process calls it, while nobody saves."""
+    put_back(folder)
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _PARTIAL.fullmatch(path.name) or _REPLACED.fullmatch(path.name):
+            shutil.rmtree(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint; cut in the middle, what is left is hidden and swept up later."""
+    hidden = path.with_name(f".{path.name}.partial-{os.urandom(4).hex()}")
+    path.rename(hidden)
+    shutil.rmtree(hidden)
