@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlhf.config.data import DataConfig
+from rlhf.errors import DataError
 
 SAMPLED = 16
 """Problems of a generated task that stand for all: another version of the generator changes most of them."""
@@ -28,7 +29,7 @@ def fingerprint(config: DataConfig, *, seed: int) -> Fingerprint:
     """Of the source that `data` names. Reads the whole file, or draws the first problems of the run's task.
 
     Raises:
-        OSError: The file cannot be read.
+        DataError: The file cannot be read.
     """
     if config.source == "reasoning_gym":
         from rlhf.data.gym_problems import gym_row, training_stream  # noqa: PLC0415  # takes seconds to import
@@ -39,6 +40,9 @@ def fingerprint(config: DataConfig, *, seed: int) -> Fingerprint:
             row = gym_row(config, stream[index])
             digest.update(repr((row.prompt, row.answer)).encode())
         return Fingerprint(looked_at, digest.hexdigest())
-    with Path(config.path).open("rb") as file:
-        content = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-        return Fingerprint(file.tell(), content)
+    try:
+        with Path(config.path).open("rb") as file:
+            content = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+            return Fingerprint(file.tell(), content)
+    except OSError as error:
+        raise DataError(f"data.path: {config.path} cannot be read ({error}); needs a file; correct it") from error

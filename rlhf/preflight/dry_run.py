@@ -131,6 +131,7 @@ def _parts_of_job(
         if args.gpu_memory:
             staging = 2 * config.sync.bucket_bytes if isinstance(config, PPORunConfig) else 0
             notes += memory.check_fits(held, gpu_memory_gib=args.gpu_memory, staging_bytes=staging)
+    yield from _checkpoint(config, roles.model_roles(config, sound))
     if isinstance(config, PPORunConfig) and engine_is_known and "actor" in sound:
         yield from _sync(config, sound["actor"], args.gpus_per_node)
     if isinstance(config, PPORunConfig):
@@ -148,6 +149,14 @@ def _parts_of_job(
 
 def _has_engine_of_ours(config: RunConfig) -> bool:
     return isinstance(config, PPORunConfig) and config.rollout.engine in BUILT_IN
+
+
+def _checkpoint(config: RunConfig, models: "list[ModelRole]") -> Iterator[str]:
+    from rlhf.preflight.checkpoint import render_checkpoint, saved_bytes  # noqa: PLC0415
+
+    with noted():
+        if saved := saved_bytes(models):
+            yield render_checkpoint(saved, config.checkpoint)
 
 
 def _sync(config: PPORunConfig, spec: ModelSpec, gpus_per_node: int) -> list[str]:
