@@ -21,6 +21,7 @@ from rlhf.families.admissible import check_layout
 from rlhf.families.registry import logical_tensors
 from rlhf.families.spec import Head, LogicalTensor, ModelSpec, Part
 from rlhf.mcore.groups import expert_grid, model_grid
+from rlhf.mcore.param_names import LAYER_NUMBER, local_name
 from rlhf.mcore.param_sync import gather_stale
 from rlhf.mcore.transformer_config import padded_vocab_size
 from rlhf.reshard.layout import Box, ModelLayout, ParamLayout, Span
@@ -62,16 +63,6 @@ PARAM_OF_PART = {
 """Megatron's name of the parameter that holds a part; in a layer, the name inside it."""
 
 _INSIDE_LAYER = re.compile(r"^decoder\.layers\.\d+\.(mlp\.experts\.local_experts\.\d+\.)?")
-_LAYER_NUMBER = re.compile(r"^(decoder\.layers\.)(\d+)\.")
-
-_TE_NAMES = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-}
-"""Transformer Engine's name, where it fuses a norm into the linear layer after it -> the local spec's."""
-
-_TE_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
-"""Transformer Engine's name of an expert's weight: one module holds the local experts, a parameter each."""
 
 Piece = tuple[Span, int]
 """Indices of a logical tensor along the cut dim, and where they start in the parameter along it."""
@@ -175,7 +166,7 @@ def params_of_stage(
 
 def _chunk_of(param: str, spec: ModelSpec, parallel: ParallelConfig, stage: int) -> int:
     """Which of a stage's chunks holds a parameter."""
-    if (numbered := _LAYER_NUMBER.match(param)) is None:
+    if (numbered := LAYER_NUMBER.match(param)) is None:
         return 0 if param == EMBEDDING else parallel.vpp - 1
     return bisect_right(layers_before(spec, parallel, stage), int(numbered[2])) - 1
 
@@ -287,15 +278,3 @@ def layers_before(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> tupl
     """For each chunk of a pipeline stage, how many layers the chunks before it have."""
     counts = parallel.chunk_layers(spec.num_layers, where="parallel")
     return tuple(accumulate((counts[chunk] for chunk in parallel.chunks_of(stage)), initial=0))[:-1]
-
-
-def local_name(name: str, before: int) -> str:
-    """Name of a parameter in a layout, from that in the module of either layer spec.
-
-    `before` layers of the stage are in earlier chunks.
-    """
-    for te_name, spec_name in _TE_NAMES.items():
-        if name.endswith(te_name):
-            name = name.removesuffix(te_name) + spec_name
-    name = _TE_EXPERT.sub(r"mlp.experts.local_experts.\2.\1.weight", name)
-    return _LAYER_NUMBER.sub(lambda found: f"{found[1]}{int(found[2]) + before}.", name)

@@ -15,7 +15,8 @@ from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.gpt import HiddenStatesGPT
 from rlhf.mcore.groups import ModelGroups
 from rlhf.mcore.layer_spec import make_layer_spec, prepare_megatron, uses_transformer_engine
-from rlhf.mcore.layout import frozen_params, layers_before, local_name
+from rlhf.mcore.layout import frozen_params, layers_before
+from rlhf.mcore.param_names import local_name
 from rlhf.mcore.param_sync import gather_before_use
 from rlhf.mcore.spans import MegatronSpans
 from rlhf.mcore.transformer_config import make_transformer_config

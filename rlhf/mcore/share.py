@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from megatron.core.distributed import DistributedDataParallel
 from torch.nn import Parameter
 
-from rlhf.mcore.layout import EXPERTS, layers_before, local_name
+from rlhf.mcore.layout import EXPERTS, layers_before
 from rlhf.mcore.model import MegatronModel
+from rlhf.mcore.param_names import local_name
 from rlhf.reshard.layout import Box
 
 

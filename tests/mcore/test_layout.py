@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rlhf.config.parallel import ParallelConfig
 from rlhf.errors import ConfigError, LayoutError
 from rlhf.families.spec import Head, ModelSpec
-from rlhf.mcore.layout import EMBEDDING, OUTPUT, frozen_params, local_name, megatron_layout
+from rlhf.mcore.layout import EMBEDDING, OUTPUT, frozen_params, megatron_layout
 from tests.mcore.stand_in import tiny_spec
 
 FAMILIES = {
@@ -186,15 +186,6 @@ def test_a_layout_that_cannot_cut_the_model_is_refused_by_name(numbers: dict[str
 def test_stages_that_do_not_add_up_are_refused() -> None:
     with pytest.raises(ConfigError, match="layers_per_stage"):
         megatron_layout(tiny_spec(), ParallelConfig(pp=2, layers_per_stage=(1, 2)), head=Head.LM, dtype="float32")
-
-
-def test_norms_that_transformer_engine_fuses_go_by_the_local_specs_names() -> None:
-    names = {
-        "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight": "decoder.layers.4.input_layernorm.weight",
-        "decoder.layers.0.mlp.linear_fc1.layer_norm_weight": "decoder.layers.3.pre_mlp_layernorm.weight",
-        "decoder.layers.1.mlp.linear_fc1.weight": "decoder.layers.4.mlp.linear_fc1.weight",
-    }
-    assert {name: local_name(name, 3) for name in names} == names
 
 
 def test_half_of_a_parameter_cannot_be_frozen() -> None:

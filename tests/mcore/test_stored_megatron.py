@@ -10,8 +10,9 @@ from torch import Tensor
 from rlhf.config.model import ModelConfig
 from rlhf.config.parallel import ParallelConfig
 from rlhf.families.spec import Head, ModelSpec
-from rlhf.mcore.layout import layers_before, local_name
+from rlhf.mcore.layout import layers_before
 from rlhf.mcore.model import MegatronModel, build_model
+from rlhf.mcore.param_names import local_name
 from rlhf.mcore.stored import OTHER_KEYS, VOCABULARY_KEYS, extra_state_keys, held_of_stored, stored_shapes
 from rlhf.reshard.layout import Box
 from tests.mcore.fake_ranks import as_rank
