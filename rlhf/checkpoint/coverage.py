@@ -13,8 +13,8 @@ from rlhf.errors import CheckpointError
 from rlhf.reshard.layout import Box
 
 
-def check_cover(where: str, key: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
-    """Nothing, when the boxes cover a tensor of this shape, each element once.
+def check_cover(where: str, key: str, shape: tuple[int, ...], boxes: Sequence[Box], *, wholly: bool = True) -> None:
+    """Nothing, when the boxes cover a tensor of this shape, each element once; not `wholly`: at most once.
 
     Raises:
         CheckpointError: They do not; names the first box that sticks out or overlaps another, or how much is missing.
@@ -37,6 +37,8 @@ def check_cover(where: str, key: str, shape: tuple[int, ...], boxes: Sequence[Bo
                 f"{where}: blocks {boxes[other].spans} and {box.spans} of {key} {list(shape)} overlap; needs each "
                 "element once; let one rank alone bring it"
             )
+    if not wholly:
+        return
     raise CheckpointError(
         f"{where}: {whole.num_elements - count} of {whole.num_elements} elements of {key} {list(shape)} are brought by "
         "no rank; needs each element once"

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -45,8 +46,12 @@ _OTHERS = {
 }
 
 
-def metadata_bytes(items: Sequence[tuple[str, StoredItem]]) -> bytes:
-    """The file for these (data file's name, item). Boxes of a tensor must cover it, each element once."""
+def metadata_bytes(items: Sequence[tuple[str, StoredItem]], objects: Mapping[str, tuple[str, int]]) -> bytes:
+    """The file for these (data file's name, item), and for objects that are a file each: (its name, its size) by key.
+
+    Boxes of a tensor must cover it, each element once.
+    """
+    held = {key: BytesStorageMetadata() for key in objects}
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, filesystem._StorageInfo] = {}
     for name, item in items:
@@ -59,8 +64,12 @@ def metadata_bytes(items: Sequence[tuple[str, StoredItem]]) -> bytes:
             name, item.start, item.num_bytes
         )
         chunks.append(ChunkStorageMetadata(offsets, torch.Size(item.box.shape)))
+    for key, (name, size) in objects.items():
+        places[MetadataIndex(key)] = filesystem._StorageInfo(name, 0, size)
     return pickle.dumps(
-        Metadata(dict(tensors), storage_data=places, storage_meta=StorageMeta(), version=filesystem.CURRENT_DCP_VERSION)
+        Metadata(
+            held | tensors, storage_data=places, storage_meta=StorageMeta(), version=filesystem.CURRENT_DCP_VERSION
+        )
     )
 
 

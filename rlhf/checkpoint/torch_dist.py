@@ -28,6 +28,12 @@ COMMON_FILE = "common.pt"
 BACKEND_FILE = "metadata.json"
 """By which Megatron-Core knows a folder as its own."""
 
+EMPTY_FILE = "__empty.distcp"
+"""The one item that all objects without content share."""
+
+OPTIMIZER_STATE = "optimizer.state."
+"""In the key of what an optimizer keeps of weights: none of frozen ones, which may be a part of a stored tensor."""
+
 RESERVED = frozenset({COMMON_FILE, BACKEND_FILE, METADATA_FILE})
 """Names that no other file of a folder may have."""
 
@@ -55,7 +61,7 @@ def write_file(path: Path, blocks: Sequence[Block], *, item_bytes: int = ITEM_BY
 
 
 def write_metadata(
-    folder: Path, written: Sequence[WrittenFile], *, common: Mapping[str, object]
+    folder: Path, written: Sequence[WrittenFile], *, common: Mapping[str, object], empty_objects: Sequence[str] = ()
 ) -> tuple[WrittenFile, ...]:
     """Write and flush what makes a folder of data files a torch_dist checkpoint, once all of them are written.
 
@@ -65,12 +71,14 @@ def write_metadata(
         folder: The checkpoint's folder.
         written: Data files of all ranks (files without items do no harm).
         common: What `dist_checkpointing.load_common_state_dict` gives: plain values by name.
+        empty_objects: Keys of objects without content that Megatron looks for, `rlhf.mcore.stored.extra_state_keys`.
 
     Returns:
         The files it wrote.
 
     Raises:
-        CheckpointError: A tensor is not covered exactly once, or two ranks see it with different shapes or dtypes.
+        CheckpointError: A tensor is not covered exactly once (an optimizer's state: at most once), or two ranks see it
+            with different shapes or dtypes.
         OSError: A file exists or cannot be written.
     """
     items = [(file.name, item) for file in written for item in file.items]
@@ -82,16 +90,24 @@ def write_metadata(
         if len(kinds) > 1:
             listed = " and ".join(f"{list(shape)} of {dtype}" for shape, dtype in sorted(kinds, key=str))
             raise CheckpointError(f"{folder}: {key} is {listed}; needs one shape and dtype on all ranks")
-        check_cover(str(folder), key, ones[0].shape, [one.box for one in ones])
-    stream = BytesIO()
-    torch.save(dict(common), stream)
+        wholly = OPTIMIZER_STATE not in key
+        check_cover(str(folder), key, ones[0].shape, [one.box for one in ones], wholly=wholly)
+    empty = [write_file_whole(folder, EMPTY_FILE, _saved([None]))] if empty_objects else []
+    objects = {key: (file.name, file.size) for file in empty for key in empty_objects}
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     backend |= {"common_backend": "torch", "common_backend_version": 1}
     return (
-        write_file_whole(folder, COMMON_FILE, stream.getvalue()),
-        write_file_whole(folder, METADATA_FILE, metadata_bytes(items)),
+        *empty,
+        write_file_whole(folder, COMMON_FILE, _saved(dict(common))),
+        write_file_whole(folder, METADATA_FILE, metadata_bytes(items, objects)),
         write_file_whole(folder, BACKEND_FILE, json.dumps(backend).encode()),
     )
+
+
+def _saved(value: object) -> bytes:
+    stream = BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
 
 
 class TorchDistReader:

@@ -102,7 +102,7 @@ def extra_state_keys(spec: ModelSpec) -> tuple[str, ...]:
     of_layers = ["self_attention.core_attention", "self_attention.linear_qkv", "self_attention.linear_proj"]
     if spec.qk_norm:
         of_layers += ["self_attention.q_layernorm", "self_attention.k_layernorm"]
-    stacked = {(spec.num_layers,): of_layers}
+    stacked: dict[tuple[int, ...], list[str]] = {(spec.num_layers,): of_layers}
     if spec.num_experts:
         of_layers += ["pre_mlp_layernorm"]
         stacked[(spec.num_layers, spec.num_experts)] = [f"{EXPERTS}linear_fc1", f"{EXPERTS}linear_fc2"]
