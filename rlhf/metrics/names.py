@@ -191,6 +191,15 @@ class RateMetrics:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ClockMetrics:
+    """The run's own clock."""
+
+    seconds: float
+    """Seconds from the run's start to the end of the step, evaluations included; loading, time between two starts of
+    the run and work that was lost with a failed one are left out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HeldOutMetrics:
     """Evaluation on held-out problems; only in steps that evaluate."""
 
@@ -230,6 +239,8 @@ class StepMetrics:
     """Weights to the engines."""
     rate: RateMetrics | None = None
     """Speed."""
+    clock: ClockMetrics | None = None
+    """Time of the run."""
     held_out: HeldOutMetrics | None = None
     """Evaluation."""
     time: Mapping[str, MinMeanMax] = field(default_factory=dict)

@@ -5,14 +5,18 @@ Rank 0 creates and writes it; the other ranks only write their own log. Other to
 
 import json
 import os
+import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rlhf.errors import ConfigError
+from rlhf.metrics.cut import lines_up_to, one_line_a_step
 from rlhf.metrics.jsontext import strict_json
+from rlhf.metrics.whole_file import write_whole
 
 JOB_FILES = {"logs", "heartbeat", "nodes", "exit.json", "stop"}  # of the job that is running now; it tends them itself
 
@@ -24,7 +28,7 @@ class Summary:
     steps: int
     """Steps done."""
     seconds: float
-    """Wall-clock seconds."""
+    """Wall-clock seconds of these steps, over all starts of the run."""
     held_out_before: float
     """Share of held-out problems solved before the first step."""
     held_out_after: float
@@ -76,6 +80,32 @@ class RunFolder:
     path: Path
 
     @classmethod
+    def open(cls, path: Path, config_yaml: str, *, resume_step: int | None) -> "RunFolder":
+        """The folder of a run that begins (None), or that goes on after a step. Rank 0 calls it, inside the job.
+
+        A folder that goes on keeps what it holds of steps up to that one and forgets the rest, which will be done
+        again: each file is cut whole, so that after a crash in between the next resume does the same. A part that is
+        missing is no fault.
+
+        Raises:
+            ConfigError: As `create`.
+        """
+        if resume_step is None:
+            return cls.create(path, config_yaml)
+        folder = cls(path)
+        with _usable(path):
+            folder._check_ended()
+            folder._begin(config_yaml)
+            folder.summary.unlink(missing_ok=True)  # it says that the run has come to its end
+            if folder.metrics.exists():
+                write_whole(folder.metrics, one_line_a_step(folder.metrics, resume_step))
+            if folder.samples.exists():
+                write_whole(folder.samples, lines_up_to(folder.samples, resume_step))
+            for found in folder._files_after(resume_step):
+                found.unlink()
+        return folder
+
+    @classmethod
     def create(cls, path: Path, config_yaml: str) -> "RunFolder":
         """A folder for a new run, holding `config.yaml`. Rank 0 calls it, inside the job.
 
@@ -86,18 +116,11 @@ class RunFolder:
             ConfigError: Another process of this machine is running in that folder, or the folder cannot be made.
         """
         folder = cls(path)
-        try:
+        with _usable(path):
             if folder.config.exists():
                 folder._check_ended()
                 folder._move_aside()
-            for below in (path, folder.logs, folder.checkpoints):
-                below.mkdir(parents=True, exist_ok=True)
-            folder._write("started.json", json.dumps(_this_process()) + "\n")
-            folder._write("config.yaml", config_yaml)
-        except OSError as error:
-            raise ConfigError(
-                f"log.folder: {path} cannot be used ({error}); needs a place to write; set log.folder=FOLDER"
-            ) from error
+            folder._begin(config_yaml)
         return folder
 
     @property
@@ -129,6 +152,11 @@ class RunFolder:
     def tensorboard(self) -> Path:
         """TensorBoard events."""
         return self.path / "tensorboard"
+
+    @property
+    def tracker(self) -> Path:
+        """The run's id at a tracker."""
+        return self.path / "tracker.json"
 
     @property
     def exit(self) -> Path:
@@ -185,6 +213,19 @@ class RunFolder:
     def _write(self, name: str, text: str) -> None:
         write_whole(self.path / name, text)
 
+    def _begin(self, config_yaml: str) -> None:
+        """This process writes here from now on."""
+        for below in (self.path, self.logs, self.checkpoints):
+            below.mkdir(parents=True, exist_ok=True)
+        self._write("started.json", json.dumps(_this_process()) + "\n")
+        self._write("config.yaml", config_yaml)
+
+    def _files_after(self, step: int) -> list[Path]:
+        """Sample dumps and timelines of later steps, and what a crash left of an earlier cut."""
+        found = [*(self.path / "samples").glob("step_*"), *(self.path / "timeline").glob("step_*")]
+        parts = list(self.path.glob(".*.jsonl.[0-9]*"))
+        return parts + [path for path in found if int(re.split(r"[_.]", path.name)[1]) > step]
+
     def _check_ended(self) -> None:
         started = self.path / "started.json"
         if not started.exists():
@@ -206,14 +247,14 @@ class RunFolder:
                 found.rename(aside / found.name)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash, finds the old one or the new one, never a part."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"log.folder: {path} cannot be used ({error}); needs a place to write; set log.folder=FOLDER"
+        ) from error
 
 
 def _this_process() -> dict[str, str | int]:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from rlhf.errors import ConfigError
 from rlhf.metrics.jsontext import strict_json
+from rlhf.metrics.tracker_record import TrackerRecord
 
 SINK_FAILURES = (OSError, RuntimeError, ValueError, TypeError)
 
@@ -41,13 +42,18 @@ class JsonlSink:
 class TensorBoardSink:
     """TensorBoard scalars.
 
+    Args:
+        folder: Of the events.
+        resume_step: Last step that counts of those which are there already; later ones are hidden by a mark, since
+            event files cannot be cut. None for a run that begins.
+
     Raises:
         ConfigError: tensorboard is not installed.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, resume_step: int | None = None) -> None:
         module = _module("torch.utils.tensorboard", "tensorboard", "log.tensorboard")
-        self._writer = module.SummaryWriter(str(folder))
+        self._writer = module.SummaryWriter(str(folder), purge_step=None if resume_step is None else resume_step + 1)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add one scalar a metric."""
@@ -63,8 +69,12 @@ class TensorBoardSink:
 class WandbSink:
     """A Weights & Biases run; one that is not `online` is kept in `folder`, for `wandb sync`.
 
+    wandb's own step counts the calls, over all starts of a run: it may not go back, and a resume does some steps again.
+    Ours is a metric beside the others and the axis of them all; a step that was done twice stands there twice.
+
     Args:
         folder: For wandb's own files.
+        record: The run's id there and the calls so far.
         project: Project there.
         name: Name of the run there.
         config: Settings of the run, as plain values.
@@ -74,10 +84,21 @@ class WandbSink:
         ConfigError: wandb is not installed, or cannot begin a run.
     """
 
-    def __init__(self, folder: Path, *, project: str, name: str, config: Mapping[str, object], online: bool) -> None:
-        self._wandb = _module("wandb", "wandb", "log.wandb")
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        record: TrackerRecord,
+        project: str,
+        name: str,
+        config: Mapping[str, object],
+        online: bool,
+    ) -> None:
+        self._wandb, self._record = _module("wandb", "wandb", "log.wandb"), record
         try:
             self._run = self._wandb.init(
+                id=record.id,
+                resume="allow",
                 project=project,
                 name=name,
                 dir=str(folder),
@@ -85,6 +106,8 @@ class WandbSink:
                 mode="online" if online else "offline",
                 settings=self._wandb.Settings(silent=True, console="off"),
             )
+            self._run.define_metric("step")
+            self._run.define_metric("*", step_metric="step")
         except self._wandb.Error as error:
             raise ConfigError(
                 f"log.wandb: true, but no run can be begun ({error}); needs wandb to work; mend its settings, "
@@ -94,7 +117,7 @@ class WandbSink:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log one step."""
         try:
-            self._run.log(dict(values), step=step)
+            self._run.log({**values, "step": step}, step=self._record.next_call(), commit=True)
         except self._wandb.Error as error:
             raise RuntimeError(f"wandb: {error}") from error
 

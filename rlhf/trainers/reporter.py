@@ -16,7 +16,8 @@ from rlhf.data.batch import ScoredRollout
 from rlhf.dist.agree import gather
 from rlhf.dist.stop_request import StopRequest
 from rlhf.metrics.console import ProgressDisplay
-from rlhf.metrics.names import HeldOutMetrics, StepMetrics
+from rlhf.metrics.earlier import EarlierPart, HeldOutRecord
+from rlhf.metrics.names import ClockMetrics, HeldOutMetrics, StepMetrics
 from rlhf.metrics.report import BeforeAfter, FinalReport
 from rlhf.metrics.run_folder import RunFolder, Summary
 from rlhf.metrics.series import RunSeries, read_metrics
@@ -41,6 +42,8 @@ class Desk:
     sinks: SinkSet
     """Files and trackers, the display among them."""
     display: ProgressDisplay
+    earlier: EarlierPart
+    """What the run has done before this start of it."""
 
 
 class Reporter:
@@ -60,11 +63,13 @@ class Reporter:
         """`group`: gloo, over all ranks of the job. `desk`: on rank 0, None elsewhere."""
         self._config, self._rank, self._group = config, rank, group
         self._timers, self._stop, self._scorer, self._desk = timers, stop, scorer, desk
-        self._began = time.monotonic()
-        self._rewards: list[float] = []
+        earlier = desk.earlier if desk is not None else EarlierPart()
+        self._began = time.monotonic() - earlier.seconds
+        self._steps_done = earlier.steps
+        self._rewards = list(earlier.rewards)
         self._failed_steps = 0
-        self._before: EvaluationResult | None = None
-        self._after: EvaluationResult | None = None
+        self._before = _result(earlier.before)
+        self._after = _result(earlier.after)
 
     def __enter__(self) -> Self:
         if self._desk is not None:
@@ -85,11 +90,14 @@ class Reporter:
         return self._stop.agreed(self._group)
 
     def started(self, held_out: EvaluationResult | None) -> None:
-        """Report the state before the first step."""
+        """Report the state before the first step; None when it was not evaluated, or by an earlier start of the run."""
         self._timers.drain()
+        if held_out is None:
+            return
         self._before = held_out
-        if self._desk is not None and held_out is not None:
-            self._desk.sinks.write(0, StepMetrics(held_out=_held_out(held_out)).flatten())
+        if self._desk is not None:
+            metrics = StepMetrics(clock=self._clock(), held_out=_held_out(held_out))
+            self._desk.sinks.write(0, metrics.flatten())
             self._desk.folder.add_samples(list(held_out.samples))
 
     def step_done(
@@ -107,15 +115,19 @@ class Reporter:
             self._after = held_out
         if self._desk is None:
             return
-        metrics = combine({rank: p for rank, (p, _) in enumerate(everywhere)}, state)
+        metrics = replace(combine({rank: p for rank, (p, _) in enumerate(everywhere)}, state), clock=self._clock())
         if held_out is not None:
             metrics = replace(metrics, held_out=_held_out(held_out))
         self._note_sync(step, next((p.sync for p, _ in everywhere if p.sync), None))
         self._note_failures(step, metrics, [p.failure for p, _ in everywhere if p.failure])
+        self._steps_done = step
         self._rewards.append(metrics.reward.mean if metrics.reward else NAN)
         self._desk.sinks.write(step, metrics.flatten())
         train = [record for _, rows in everywhere for record in rows][:shown]
         self._desk.folder.add_samples(train + list(held_out.samples if held_out else ()))
+
+    def _clock(self) -> ClockMetrics:
+        return ClockMetrics(seconds=time.monotonic() - self._began)
 
     def _note_sync(self, step: int, sync: ReshardStats | None) -> None:
         """Say on the console that engines did not hold what they were given."""
@@ -149,7 +161,7 @@ class Reporter:
         desk.sinks.close()
         desk.folder.write_summary(
             Summary(
-                steps=len(self._rewards),
+                steps=self._steps_done,
                 seconds=seconds,
                 held_out_before=before.solved if before else NAN,
                 held_out_after=after.solved if after else NAN,
@@ -161,7 +173,7 @@ class Reporter:
         draw_curves([RunSeries(self._config.name, read_metrics(desk.folder.metrics))], desk.folder.curves)
         report = FinalReport(
             run_folder=desk.folder.path,
-            steps=len(self._rewards),
+            steps=self._steps_done,
             seconds=seconds,
             solved_before=before.solved if before else NAN,
             solved_after=after.solved if after else NAN,
@@ -180,17 +192,27 @@ def _held_out(result: EvaluationResult) -> HeldOutMetrics:
     )
 
 
+def _result(record: HeldOutRecord | None) -> EvaluationResult | None:
+    """An evaluation of an earlier start of the run."""
+    if record is None:
+        return None
+    of = record.metrics
+    return EvaluationResult(of.solved, of.reward, of.pass_at_k, int(of.problems), record.samples)
+
+
 def _compare(before: EvaluationResult | None, after: EvaluationResult | None) -> list[BeforeAfter]:
     """The same problems, answered by the first and the last policy."""
     if before is None or after is None:
         return []
+    answered = {new.sample_id: new for new in after.samples}  # other ranks may own them after a resume
     return [
         BeforeAfter(
             prompt=old.prompt,
             before=old.response,
             before_reward=old.reward,
-            after=new.response,
-            after_reward=new.reward,
+            after=answered[old.sample_id].response,
+            after_reward=answered[old.sample_id].reward,
         )
-        for old, new in zip(before.samples, after.samples, strict=True)
+        for old in before.samples
+        if old.sample_id in answered
     ]

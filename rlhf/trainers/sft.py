@@ -18,7 +18,8 @@ from rlhf.dist.stop_request import StopRequest
 from rlhf.mcore.model import MegatronModel
 from rlhf.mcore.optimizer import Optimizer
 from rlhf.mcore.train_step import StepReport, train_step
-from rlhf.metrics.names import SFTMetrics, StepMetrics
+from rlhf.metrics.earlier import EarlierPart
+from rlhf.metrics.names import ClockMetrics, SFTMetrics, StepMetrics
 from rlhf.metrics.reduce import reduce_over_ranks
 from rlhf.metrics.report import FinalReport
 from rlhf.metrics.run_folder import Summary
@@ -51,7 +52,8 @@ class SFTLoop:
 
     def run(self) -> None:
         """All steps, then the checkpoint."""
-        began, losses = time.monotonic(), list[float]()
+        earlier = self.desk.earlier if self.desk is not None else EarlierPart()
+        began, losses = time.monotonic() - earlier.seconds, list(earlier.losses)
         with self.desk.display if self.desk else nullcontext():
             for step in range(self.config.num_steps):
                 if self.stop.agreed(self.group):
@@ -59,7 +61,7 @@ class SFTLoop:
                 with self.profiler.step(step + 1), self.timers.phase("step"):
                     report = self.step(step)
                 losses.append(report.stats["nll_sum"] / max(1.0, report.stats["target_tokens"]))
-                self._report(step + 1, report, losses[-1])
+                self._report(step + 1, report, loss=losses[-1], began=began)
             with self.timers.phase("save"):
                 self.save()
         if self.desk is not None:
@@ -80,7 +82,7 @@ class SFTLoop:
             temperature=1.0,
         )
 
-    def _report(self, step: int, report: StepReport, loss: float) -> None:
+    def _report(self, step: int, report: StepReport, *, loss: float, began: float) -> None:
         time_spent = reduce_over_ranks(self.timers.drain(), self.group)
         if self.desk is None:
             return
@@ -91,7 +93,8 @@ class SFTLoop:
             lr=report.lr,
             skipped_steps=float(report.skipped),
         )
-        self.desk.sinks.write(step, StepMetrics(sft=sft, time=time_spent).flatten())
+        clock = ClockMetrics(seconds=time.monotonic() - began)
+        self.desk.sinks.write(step, StepMetrics(sft=sft, clock=clock, time=time_spent).flatten())
 
     def _close(self, desk: Desk, losses: list[float], seconds: float) -> None:
         from rlhf.metrics.curves import draw_curves  # noqa: PLC0415  # matplotlib takes a second, and rank 0 alone draws

@@ -11,10 +11,12 @@ from rlhf.dist.agree import gather
 from rlhf.dist.grid import Grid
 from rlhf.dist.job import Ranks
 from rlhf.metrics.console import ProgressDisplay, open_display
+from rlhf.metrics.earlier import EarlierPart
 from rlhf.metrics.run_folder import RunFolder
 from rlhf.metrics.sinks import JsonlSink, MetricSink, SinkSet, TensorBoardSink, WandbSink
 from rlhf.metrics.startup import RankRow, startup_table
 from rlhf.metrics.timers import SpanFn, Timers, no_span
+from rlhf.metrics.tracker_record import TrackerRecord
 from rlhf.reshard.topology import Topology
 from rlhf.trainers.profiler import StepProfiler
 from rlhf.trainers.reporter import Desk
@@ -36,8 +38,8 @@ class Site:
     """On rank 0."""
 
 
-def open_site(config: RunConfig, ranks: Ranks) -> Site:
-    """The site of a run; rank 0 makes its folder. Collective over the job.
+def open_site(config: RunConfig, ranks: Ranks, *, resume_step: int | None = None) -> Site:
+    """The site of a run; rank 0 makes its folder, or goes on in it after a step. Collective over the job.
 
     Raises:
         ConfigError: The run folder or a tracker cannot be used.
@@ -53,11 +55,7 @@ def open_site(config: RunConfig, ranks: Ranks) -> Site:
         if display is not None:
             display.enter(phase)
 
-    desk = (
-        _desk(config, RunFolder.create(ranks.run_folder, to_yaml(config)), display, ranks)
-        if display is not None
-        else None
-    )
+    desk = _desk(config, display, ranks, resume_step=resume_step) if display is not None else None
     timers = Timers(on_enter=on_enter)
     profiler = StepProfiler(
         config.profile,
@@ -78,21 +76,24 @@ def open_site(config: RunConfig, ranks: Ranks) -> Site:
     )
 
 
-def _desk(config: RunConfig, folder: RunFolder, display: ProgressDisplay, ranks: Ranks) -> Desk:
+def _desk(config: RunConfig, display: ProgressDisplay, ranks: Ranks, *, resume_step: int | None) -> Desk:
+    """`resume_step`: after which this run's own folder goes on; None for a run that begins."""
+    folder = RunFolder.open(ranks.run_folder, to_yaml(config), resume_step=resume_step)
     sinks: list[MetricSink] = [JsonlSink(folder.metrics), display]
     if config.log.tensorboard:
-        sinks.append(TensorBoardSink(folder.tensorboard))
+        sinks.append(TensorBoardSink(folder.tensorboard, resume_step=resume_step))
     if config.log.wandb:
         sinks.append(
             WandbSink(
                 folder.path,
+                record=TrackerRecord(folder.tracker),
                 project=config.log.wandb_project,
                 name=config.name,
                 config=asdict(config),
                 online=ranks.wandb_online,
             )
         )
-    return Desk(folder, SinkSet(sinks, on_failure=display.note), display)
+    return Desk(folder, SinkSet(sinks, on_failure=display.note), display, earlier=EarlierPart.read(folder, resume_step))
 
 
 def announce(config: RunConfig, site: Site, roles: Mapping[str, Grid], certificate: str = "") -> None:
