@@ -9,7 +9,7 @@ import torch
 from rlhf.checkpoint.convert_sources import Place, Remark, Wanted
 from rlhf.errors import CheckpointError
 from rlhf.families.files import HfFolder
-from rlhf.families.registry import family_of, logical_tensors, read_json, spec_of
+from rlhf.families.registry import family_of, head_of, logical_tensors, read_json, spec_of
 from rlhf.families.spec import Head, LogicalTensor, ModelSpec, Part
 from rlhf.reshard.layout import Box
 
@@ -83,13 +83,6 @@ class HfWeights:
                 f"{where}: {_HEAD_NAME} differs from {embedding.name}, though config.json ties them; needs equal ones "
                 "or tie_word_embeddings false; correct config.json if the head was trained on its own"
             )
-
-
-def head_of(config: Mapping[str, object], spec: ModelSpec) -> Head:
-    """The head that a config.json names: a value head for a sequence classifier."""
-    named = config.get("architectures") or []
-    assert isinstance(named, list)
-    return Head.VALUE if family_of(spec).architectures[1] in named else Head.LM
 
 
 def tied_remark(spec: ModelSpec, head: Head) -> tuple[Remark, ...]:

@@ -58,6 +58,22 @@ def _to_hf(args: argparse.Namespace) -> int:
     return with_crew(work)
 
 
+def _to_megatron(args: argparse.Namespace) -> int:
+    from rlhf.checkpoint.convert_plan import target_layout  # noqa: PLC0415
+    from rlhf.checkpoint.convert_ranks import Crew, with_crew  # noqa: PLC0415
+    from rlhf.checkpoint.convert_sources import open_weights  # noqa: PLC0415
+    from rlhf.checkpoint.convert_to_megatron import to_megatron  # noqa: PLC0415
+
+    def work(crew: Crew) -> int:
+        parallel = crew.together(lambda: target_layout(**options.layout(args)))
+        weights = crew.together(lambda: open_weights(options.given(args)))
+        done = to_megatron(weights, args.out, crew, parallel=parallel, dtype=args.dtype, overwrite=args.overwrite)
+        crew.lead(lambda: options.show(done.text(), done.as_json(), args.json))
+        return 0
+
+    return with_crew(work)
+
+
 def _verify(args: argparse.Namespace) -> int:
     from rlhf.checkpoint.convert_ranks import Crew, with_crew  # noqa: PLC0415
     from rlhf.checkpoint.convert_sources import open_weights  # noqa: PLC0415
@@ -72,7 +88,11 @@ def _verify(args: argparse.Namespace) -> int:
     return with_crew(work)
 
 
-_COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {"to-hf": _to_hf, "verify": _verify}
+_COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+    "to-megatron": _to_megatron,
+    "to-hf": _to_hf,
+    "verify": _verify,
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -80,6 +100,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="rlhf-convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    to_megatron = commands.add_parser("to-megatron", help="any checkpoint -> a folder that Megatron-LM and we load")
+    options.add_source(to_megatron, "SOURCE")
+    options.add_out(to_megatron)
+    options.add_layout(to_megatron)
+    options.add_json(to_megatron)
     to_hf = commands.add_parser("to-hf", help="any checkpoint -> a Hugging Face folder")
     options.add_source(to_hf, "SOURCE")
     options.add_out(to_hf)

@@ -7,8 +7,18 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16")
+
+LAYOUT = {
+    "tp": "tensor-parallel ranks",
+    "pp": "pipeline stages",
+    "vpp": "model chunks a stage",
+    "ep": "expert-parallel ranks",
+    "etp": "ranks that share an expert",
+}
+"""Axes of a target layout, and what each counts."""
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -48,6 +58,24 @@ def add_out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
 
 
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    """The layout that the files are cut for; any other can load them too."""
+    for name, what in LAYOUT.items():
+        parser.add_argument(f"--{name}", type=_count, default=1, metavar="N", help=f"{what} (1)")
+    parser.add_argument(
+        "--layers-per-stage",
+        type=_counts,
+        default=(),
+        metavar="N,N,...",
+        help="layers of each pipeline stage, or of each of the pp*vpp chunks (evenly)",
+    )
+
+
+def layout(args: argparse.Namespace) -> dict[str, Any]:
+    """Sizes of the layout, by name."""
+    return {**{name: getattr(args, name) for name in LAYOUT}, "layers_per_stage": args.layers_per_stage}
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """A report for programs."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there too")
@@ -56,6 +84,16 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def given(args: argparse.Namespace, name: str = "source") -> Given:
     """The checkpoint that is read, by the name of its argument."""
     return Given(getattr(args, name), args.role, args.config_from)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} given; needs a whole number of at least 1")
+    return int(text)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_count(part) for part in text.split(","))
 
 
 def num_bytes(text: str) -> int:

@@ -1,6 +1,8 @@
 """What a conversion came to: sizes, speed, memory, and the tensors that are not simply copied."""
 
+import re
 import resource
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +10,10 @@ from pathlib import Path
 from rlhf.checkpoint.convert_sources import Place, Remark
 
 LISTED = 8
-"""Tensors of a kind that a table names one by one."""
+"""Kinds of tensors that a table names one by one."""
 
 _GIB = 2**30
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,16 +68,17 @@ class Outcome:
 
 
 def listed(remarks: Iterable[Remark]) -> list[str]:
-    """Lines for a console: of each kind the tensors and why, long lists cut."""
+    """Lines for a console: of each kind the tensors and why; those that differ in numbers alone are one, counted."""
     lines, remarks = [], tuple(remarks)
     for place in Place:
-        why: dict[str, list[str]] = {}
+        why: dict[str, Counter[str]] = {}
         for one in remarks:
             if one.place is place:
-                why.setdefault(one.why, []).append(one.tensor)
+                why.setdefault(one.why, Counter())[_NUMBER.sub("*", one.tensor)] += 1
         for reason, names in why.items():
-            more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-            lines.append(f"  {place.value}: {', '.join(names[:LISTED])}{more} ({reason})")
+            told = [name if count == 1 else f"{name} ({count})" for name, count in names.items()]
+            more = f" and {len(told) - LISTED} kinds more" if len(told) > LISTED else ""
+            lines.append(f"  {place.value}: {', '.join(told[:LISTED])}{more}: {reason}")
     return lines
 
 

@@ -130,6 +130,11 @@ def open_weights(given: Given) -> Weights:
     path = given.path
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder; needs a checkpoint's folder; correct the path")
-    from rlhf.checkpoint.convert_hf import HfWeights  # noqa: PLC0415  # it implements what is declared here
+    from rlhf.checkpoint.convert_hf import HfWeights  # noqa: PLC0415  # they implement what is declared here
+    from rlhf.checkpoint.convert_places import find_stored  # noqa: PLC0415
+    from rlhf.checkpoint.convert_stored import StoredWeights  # noqa: PLC0415
 
+    place = find_stored(path)
+    if place is not None:
+        return StoredWeights(place, given)
     return HfWeights(path)

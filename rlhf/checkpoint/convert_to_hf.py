@@ -41,7 +41,7 @@ def to_hf(weights: Weights, folder: Path, crew: Crew, *, dtype: str, shard_bytes
     try:
         crew.lead(writer.begin)
         crew.together(lambda: _fill(weights, writer, crew))
-        crew.lead(lambda: writer.finish(_config(weights, kept), source_folder=weights.hf_files))
+        crew.lead(lambda: writer.finish(model_config(weights, kept), source_folder=weights.hf_files))
         is_whole = True
     finally:
         if not is_whole and crew.leads:
@@ -86,7 +86,7 @@ def rows_of(shape: tuple[int, ...], item_bytes: int, most: int = READ_BYTES) -> 
         yield Box(((at, min(at + step, shape[0])), *((0, extent) for extent in shape[1:])))
 
 
-def _config(weights: Weights, dtype: torch.dtype) -> dict[str, object]:
+def model_config(weights: Weights, dtype: torch.dtype) -> dict[str, object]:
     """The model's own config.json where there is one, for it may hold keys that only other tools know."""
     name = str(dtype).removeprefix("torch.")
     made = hf_config(weights.spec, head=weights.head, dtype=name)

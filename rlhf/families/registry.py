@@ -105,6 +105,11 @@ def spec_of(config: Mapping[str, Any], *, where: str) -> ModelSpec:
     )
 
 
+def head_of(config: Mapping[str, Any], spec: ModelSpec) -> Head:
+    """The head that a config.json names: a value head for a sequence classifier."""
+    return Head.VALUE if family_of(spec).architectures[1] in (config.get("architectures") or []) else Head.LM
+
+
 def hf_config(spec: ModelSpec, *, head: Head = Head.LM, dtype: str = "float32") -> dict[str, object]:
     """Content of a config.json that transformers 4.x and 5.x read back to the same model.
 
