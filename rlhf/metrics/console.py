@@ -72,6 +72,9 @@ class ProgressDisplay(Protocol):
     def note(self, text: str) -> None:
         """Show a message."""
 
+    def goes_on(self, step: int) -> None:
+        """The run was done up to a step by an earlier start."""
+
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Show a finished step; step counts from 1."""
 
@@ -123,6 +126,10 @@ class PlainDisplay:
     def note(self, text: str) -> None:
         """Print a message."""
         self._console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+    def goes_on(self, step: int) -> None:
+        """Count from there."""
+        self._status.step = step
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Print a step's line."""
@@ -186,6 +193,10 @@ class LiveDisplay:
     def note(self, text: str) -> None:
         """Print a message above the table."""
         self._console.print(text, markup=False, emoji=False, highlight=False)
+
+    def goes_on(self, step: int) -> None:
+        """Count from there."""
+        self._status.step = step
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add a step to the table."""

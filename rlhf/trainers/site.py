@@ -79,6 +79,7 @@ def open_site(config: RunConfig, ranks: Ranks, *, resume_step: int | None = None
 def _desk(config: RunConfig, display: ProgressDisplay, ranks: Ranks, *, resume_step: int | None) -> Desk:
     """`resume_step`: after which this run's own folder goes on; None for a run that begins."""
     folder = RunFolder.open(ranks.run_folder, to_yaml(config), resume_step=resume_step)
+    display.goes_on(resume_step or 0)
     sinks: list[MetricSink] = [JsonlSink(folder.metrics), display]
     if config.log.tensorboard:
         sinks.append(TensorBoardSink(folder.tensorboard, resume_step=resume_step))

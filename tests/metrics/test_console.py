@@ -40,6 +40,15 @@ def rendered(display: LiveDisplay) -> str:
     return console.file.getvalue()
 
 
+def test_a_run_that_goes_on_counts_from_the_steps_that_are_done():
+    status = Status(40, clock=Clock())
+    for display in (PlainDisplay(terminal(), status), LiveDisplay(terminal(), status)):
+        display.goes_on(7 + status.step)
+        display.enter("rollout")
+        assert status.line() == f"step {status.step + 1}/40: rollout 0 s"
+    assert status.step == 14
+
+
 def test_the_table_holds_the_last_eight_steps_and_the_phase_below():
     clock = Clock()
     display = LiveDisplay(terminal(), Status(40, clock=clock))
