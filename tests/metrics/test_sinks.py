@@ -167,11 +167,11 @@ def test_calls_are_counted_on_the_disk_before_they_are_made(tmp_path):
     assert TrackerRecord(tmp_path / "other.json").id != first.id
 
 
-def _offline_rows(path):
-    """(wandb's step, values) of the rows of a .wandb file: records in blocks of 32 KiB after a header of 7 bytes."""
+def _offline_records(path):
+    """What a .wandb file holds: records in blocks of 32 KiB after a header of 7 bytes."""
     from wandb.proto import wandb_internal_pb2 as pb
 
-    data, at, whole, rows = path.read_bytes(), 7, b"", []
+    data, at, whole = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
@@ -180,11 +180,14 @@ def _offline_rows(path):
         whole += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # a whole record, or the last part of one
-            record, whole = pb.Record.FromString(whole), b""
-            if record.HasField("history"):
-                items = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
-                rows.append((items["_step"], {k: v for k, v in items.items() if not k.startswith("_")}))
-    return rows
+            yield pb.Record.FromString(whole)
+            whole = b""
+
+
+def _row(history):
+    """wandb's step, and the values that were logged."""
+    items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in history.item}
+    return items["_step"], {name: value for name, value in items.items() if not name.startswith("_")}
 
 
 @pytest.mark.slow
@@ -193,9 +196,12 @@ def test_wandb_keeps_all_starts_of_an_offline_run_as_one_run_that_never_goes_bac
     run_id = _logged_over_three_starts(tmp_path, pause_s=1.1)  # wandb names folders of starts by the second
     files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     assert [path.name for path in files] == [f"run-{run_id}.wandb"] * 3
-    until, rows = time.monotonic() + 20, []
+    until, rows, axes = time.monotonic() + 20, [], {}
     while len(rows) < 8 and time.monotonic() < until:  # wandb's own process writes a moment after the run has finished
         time.sleep(0.1)
-        rows = [row for path in files for row in _offline_rows(path)]
+        records = [record for path in files for record in _offline_records(path)]
+        rows = [_row(record.history) for record in records if record.HasField("history")]
+        axes = {m.name or m.glob_name: m.step_metric for m in (r.metric for r in records if r.HasField("metric"))}
     assert [step for step, _ in rows] == list(range(8))
     assert [values for _, values in rows] == [{"reward/mean": n / 10, "step": n} for n in (1, 2, 3, 4, 3, 3, 4, 5)]
+    assert (axes["step"], axes["*"]) == ("", "step")
