@@ -2,10 +2,12 @@
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from rlhf.build.checkpoints import make_checkpoints
 from rlhf.build.engines import make_engine, make_weight_sync
-from rlhf.build.roles import make_critic, make_model, make_policy, make_saver, spec_of_role, trained_tensors
+from rlhf.build.roles import make_critic, make_exporter, make_model, make_policy, spec_of_role, trained_tensors
 from rlhf.config.checks import collecting
 from rlhf.config.run import PPORunConfig, RunConfig, SFTRunConfig, check_world
 from rlhf.data.batch import PromptBatch
@@ -22,6 +24,8 @@ from rlhf.metrics.run_folder import RunFolder
 from rlhf.models.calls import RoleCalls
 from rlhf.preflight.inputs import check_inputs
 from rlhf.reward.function import RewardFunction
+from rlhf.trainers.checkpointing import TrainedRole
+from rlhf.trainers.driver_state import DriverState
 from rlhf.trainers.evaluation import Evaluation
 from rlhf.trainers.experience import PPOModels
 from rlhf.trainers.ownership import Ownership
@@ -31,8 +35,10 @@ from rlhf.trainers.ppo import PPOLoop
 from rlhf.trainers.reporter import Reporter
 from rlhf.trainers.sample_dump import SampleDump
 from rlhf.trainers.scoring import Scorer
-from rlhf.trainers.sft import SFTLoop
+from rlhf.trainers.sft import SFTLoop, SFTState
 from rlhf.trainers.site import Site, announce, note, open_site
+
+TRAINED = ("actor", "critic")
 
 
 def build_loop(config: RunConfig, ranks: Ranks) -> PPOLoop | SFTLoop:
@@ -43,9 +49,9 @@ def build_loop(config: RunConfig, ranks: Ranks) -> PPOLoop | SFTLoop:
     """
     with collecting() as faults:
         check_world(config, ranks.world_size)
-        check_inputs(config, faults)
+        specs = check_inputs(config, faults)
     faults.raise_any(config.name)
-    site = open_site(config, ranks)
+    site = open_site(config, ranks, {role: specs[role] for role in TRAINED if role in specs})
     with ExitStack() as until_it_runs:
         if site.desk is not None:  # loading can take minutes; the loop ends the display that begins here
             until_it_runs.enter_context(site.desk.display)
@@ -69,11 +75,16 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
     reference = make_policy("reference", config, config.reference, calls, site, actor.model)
     sync = make_weight_sync(config, site)
     certificate = sync.certificate.render() if sync is not None and sync.certificate is not None else ""
-    roles = {"actor": actor.groups.grid, "critic": critic.groups.grid, "reference": reference.groups.grid}
-    announce(config, site, roles, certificate)
+    grids = {"actor": actor.groups.grid, "critic": critic.groups.grid, "reference": reference.groups.grid}
+    announce(config, site, grids, certificate)
     note(site, data_report)
 
-    scorer = owner.scorer if owner else None
+    scorer, export = owner.scorer if owner else None, make_exporter(config.actor, actor.model, actor.groups, site)
+    roles = [
+        TrainedRole("actor", actor.model, actor.optimizer),
+        TrainedRole("critic", critic.model, critic.optimizer),
+    ]
+    checkpoints = make_checkpoints(config, roles, {"reference": reference.model}, export, site)
     return PPOLoop(
         config=config,
         rank=rank,
@@ -92,9 +103,10 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
         models=PPOModels(actor, critic, reference),
         calls=calls,
         phases=Phases(site.timers, engine),
-        save=make_saver(config.actor, actor.model, actor.groups, Path(config.save_hf), site)
-        if config.save_hf
-        else None,
+        save=partial(export, Path(config.save_hf)) if config.save_hf else None,
+        start=DriverState.from_dict(site.resume.record.state) if site.resume else DriverState.start(config),
+        evaluates_first=site.resume is None or not site.resume.is_own,
+        checkpoints=checkpoints,
         timers=site.timers,
         profiler=site.profiler,
         evaluation=Evaluation(
@@ -140,18 +152,23 @@ def _build_sft(config: SFTRunConfig, site: Site) -> SFTLoop:
         eos_token_id=end_token,
     )
     note(site, str(answers.report()))
-    target = Path(config.save_hf) if config.save_hf else site.ranks.run_folder / "hf"
+    optimizer, export = build_optimizer(model, config.actor.optim), make_exporter(config.actor, model, groups, site)
+    folder = RunFolder(site.ranks.run_folder).path / "hf"
+    last = folder / "final" if config.checkpoint.save_hf_every else folder  # beside those of single steps
+    target = Path(config.save_hf) if config.save_hf else last
     return SFTLoop(
         config=config,
         model=model,
-        optimizer=build_optimizer(model, config.actor.optim),
+        optimizer=optimizer,
         answers=answers,
         group=site.everyone,
         stop=site.ranks.stop,
         timers=site.timers,
         profiler=site.profiler,
-        save=make_saver(config.actor, model, groups, target, site),
+        save=partial(export, target),
         save_folder=target,
+        start=SFTState.from_dict(site.resume.record.state) if site.resume else SFTState(),
+        checkpoints=make_checkpoints(config, [TrainedRole("actor", model, optimizer)], {}, export, site),
         desk=site.desk,
     )
 

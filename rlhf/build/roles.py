@@ -104,12 +104,12 @@ def make_critic(config: PPORunConfig, calls: RoleCalls, site: Site, actor: Megat
     )
 
 
-def make_saver(
-    role: TrainedRoleConfig, model: MegatronModel | None, groups: ModelGroups, target: Path, site: Site
-) -> Callable[[], None]:
+def make_exporter(
+    role: TrainedRoleConfig, model: MegatronModel | None, groups: ModelGroups, site: Site
+) -> Callable[[Path], None]:
     """Writes a model as a Hugging Face checkpoint. What it gives is collective over the model's pool."""
 
-    def save() -> None:
+    def export(target: Path) -> None:
         if model is None:
             return
         export_hf(
@@ -124,7 +124,7 @@ def make_saver(
             overwrite=True,
         )
 
-    return save
+    return export
 
 
 def _placed(name: str, role: TrainedRoleConfig | FrozenRoleConfig, head: Head) -> Placed:

@@ -77,7 +77,7 @@ def newest_whole(folder: Path, *, group: ProcessGroup | None, note: Callable[[st
     if leads:
         put_back(folder)
     order = from_first(in_order(folder) if leads else [], group)
-    for path, next_one in zip(order, [*order[1:], None], strict=True):
+    for path, next_one in zip(order, [*order[1:], None], strict=False):
         damage = find_damage(path, group=group)
         if damage is None:
             return path

@@ -15,6 +15,7 @@ from rlhf.models.calls import RoleCalls
 from rlhf.models.minibatches import Cut, UpdateReport
 from rlhf.reshard.stats import ReshardStats
 from rlhf.rollout.engine import RolloutEngine
+from rlhf.trainers.checkpointing import Checkpoints
 from rlhf.trainers.driver_state import DriverState, next_state
 from rlhf.trainers.evaluation import Evaluation, EvaluationResult
 from rlhf.trainers.experience import PPOModels, make_experience, policy_rows, value_rows
@@ -55,14 +56,19 @@ class PPOLoop:
     evaluation: Evaluation
     save: Callable[[], None] | None
     """Writes the actor as a Hugging Face checkpoint; None when the config asks for none."""
+    start: DriverState
+    """Before the first step of this start of the run."""
+    evaluates_first: bool
+    """False where an earlier start of the run has done it."""
+    checkpoints: Checkpoints
     reporter: Reporter
     sample_dump: SampleDump
 
     def run(self) -> None:
-        """All steps, with an evaluation before the first and after the last."""
-        state, last = DriverState.start(self.config), self.config.num_steps
-        with closing(self.engine) if self.engine else nullcontext(), self.reporter, self.sample_dump:
-            self.reporter.started(self._evaluate(state))
+        """All steps, with an evaluation before the first and after the last. A stop request ends it between two."""
+        state, last = self.start, self.config.num_steps
+        with self.checkpoints, closing(self.engine) if self.engine else nullcontext(), self.reporter, self.sample_dump:
+            self.reporter.started(self._evaluate(state) if self.evaluates_first else None)
             while state.step < last and not self.reporter.stop_agreed():
                 began = state
                 with self.profiler.step(began.step + 1), self.timers.phase("step"):
@@ -70,6 +76,8 @@ class PPOLoop:
                 self.sample_dump.step_done(state.step, experience, owners=self._owners())
                 due = state.step == last or _due(state.step, self.config.eval.every_steps)
                 self.reporter.step_done(began, part, experience.scored, self._evaluate(state) if due else None)
+                self.checkpoints.step_done(state)
+            self.checkpoints.finish(state)
             if self.save is not None:
                 with self.timers.phase("save"):
                     self.save()

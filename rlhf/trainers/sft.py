@@ -1,9 +1,9 @@
 """Supervised fine-tuning: cross entropy on the answers. Every rank runs every line."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from rlhf.data.prompts import AnswerSource
 from rlhf.data.ragged import Ragged
 from rlhf.dist.agree import sum_of
 from rlhf.dist.stop_request import StopRequest
+from rlhf.errors import CheckpointError
 from rlhf.mcore.model import MegatronModel
 from rlhf.mcore.optimizer import Optimizer
 from rlhf.mcore.train_step import StepReport, train_step
@@ -25,9 +26,34 @@ from rlhf.metrics.report import FinalReport
 from rlhf.metrics.run_folder import Summary
 from rlhf.metrics.series import RunSeries, read_metrics
 from rlhf.metrics.timers import Timers
+from rlhf.trainers.checkpointing import Checkpoints
 from rlhf.trainers.losses import make_answer_loss
 from rlhf.trainers.profiler import StepProfiler
 from rlhf.trainers.reporter import NAN, Desk
+
+
+@dataclass(frozen=True, slots=True)
+class SFTState:
+    """The state between two steps."""
+
+    step: int = 0
+    """Steps done: the rows of the next one follow from it."""
+
+    def to_dict(self) -> dict[str, object]:
+        """Ready for JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(plain: Mapping[str, object]) -> "SFTState":
+        """Inverse of to_dict.
+
+        Raises:
+            CheckpointError: It is of another loop.
+        """
+        step = plain.get("step")
+        if plain.keys() != {"step"} or not isinstance(step, int):
+            raise CheckpointError(f"state: {dict(plain)} given; needs the step of an SFT run; take its checkpoint")
+        return SFTState(step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,25 +73,30 @@ class SFTLoop:
     """Writes the model as a Hugging Face checkpoint. Collective over the job."""
     save_folder: Path
     """Where to."""
+    start: SFTState
+    """Before the first step of this start of the run."""
+    checkpoints: Checkpoints
     desk: Desk | None
     """On rank 0."""
 
     def run(self) -> None:
-        """All steps, then the checkpoint."""
+        """All steps, then the model as a Hugging Face checkpoint. A stop request ends it between two."""
         earlier = self.desk.earlier if self.desk is not None else EarlierPart()
         began, losses = time.monotonic() - earlier.seconds, list(earlier.losses)
-        with self.desk.display if self.desk else nullcontext():
-            for step in range(self.config.num_steps):
-                if self.stop.agreed(self.group):
-                    break
-                with self.profiler.step(step + 1), self.timers.phase("step"):
-                    report = self.step(step)
+        state, last = self.start, self.config.num_steps
+        with self.checkpoints, self.desk.display if self.desk else nullcontext():
+            while state.step < last and not self.stop.agreed(self.group):
+                with self.profiler.step(state.step + 1), self.timers.phase("step"):
+                    report = self.step(state.step)
+                state = SFTState(state.step + 1)
                 losses.append(report.stats["nll_sum"] / max(1.0, report.stats["target_tokens"]))
-                self._report(step + 1, report, loss=losses[-1], began=began)
+                self._report(state.step, report, loss=losses[-1], began=began)
+                self.checkpoints.step_done(state)
+            self.checkpoints.finish(state)
             with self.timers.phase("save"):
                 self.save()
-        if self.desk is not None:
-            self._close(self.desk, losses, time.monotonic() - began)
+            if self.desk is not None:
+                self._close(self.desk, losses, time.monotonic() - began)
 
     def step(self, step: int) -> StepReport:
         """One optimizer step on the step's rows."""

@@ -7,9 +7,11 @@ from torch.distributed import ProcessGroup
 
 from rlhf.config.load import to_yaml
 from rlhf.config.run import PPORunConfig, RunConfig
-from rlhf.dist.agree import gather
+from rlhf.data.fingerprint import fingerprint
+from rlhf.dist.agree import first_does, gather
 from rlhf.dist.grid import Grid
 from rlhf.dist.job import Ranks
+from rlhf.families.spec import ModelSpec
 from rlhf.metrics.console import ProgressDisplay, open_display
 from rlhf.metrics.earlier import EarlierPart
 from rlhf.metrics.run_folder import RunFolder
@@ -20,6 +22,8 @@ from rlhf.metrics.tracker_record import TrackerRecord
 from rlhf.reshard.topology import Topology
 from rlhf.trainers.profiler import StepProfiler
 from rlhf.trainers.reporter import Desk
+from rlhf.trainers.resume_point import ResumePoint, find_resume
+from rlhf.trainers.run_record import RunRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +40,21 @@ class Site:
     profiler: StepProfiler
     desk: Desk | None
     """On rank 0."""
+    record: RunRecord
+    """The run before its first step."""
+    resume: ResumePoint | None
+    """What it goes on from."""
 
 
-def open_site(config: RunConfig, ranks: Ranks, *, resume_step: int | None = None) -> Site:
-    """The site of a run; rank 0 makes its folder, or goes on in it after a step. Collective over the job.
+def open_site(config: RunConfig, ranks: Ranks, models: Mapping[str, ModelSpec]) -> Site:
+    """The site of a run; rank 0 makes its folder or, in a resume, goes on in it. Collective over the job.
+
+    `models`: specs of the trained roles.
 
     Raises:
         ConfigError: The run folder or a tracker cannot be used.
+        CheckpointError: A checkpoint is there that this run cannot go on from.
+        DataError: The file of prompts cannot be read.
     """
     everyone = ranks.groups.cpu_group([tuple(range(ranks.world_size))])
     assert everyone is not None, "every rank is in the group of all ranks"
@@ -55,6 +67,20 @@ def open_site(config: RunConfig, ranks: Ranks, *, resume_step: int | None = None
         if display is not None:
             display.enter(phase)
 
+    record = RunRecord.of(
+        config,
+        world_size=ranks.world_size,
+        data=first_does(lambda: fingerprint(config.data, seed=config.seed), everyone).to_dict(),
+        models=models,
+    )
+    resume = find_resume(
+        config.checkpoint.resume,
+        record,
+        run_folder=ranks.run_folder,
+        group=everyone,
+        note=display.note if display is not None else lambda _: None,
+    )
+    resume_step = resume.record.step if resume is not None and resume.is_own else None
     desk = _desk(config, display, ranks, resume_step=resume_step) if display is not None else None
     timers = Timers(on_enter=on_enter)
     profiler = StepProfiler(
@@ -73,6 +99,8 @@ def open_site(config: RunConfig, ranks: Ranks, *, resume_step: int | None = None
         span=timers.span if config.profile.steps else no_span,
         profiler=profiler,
         desk=desk,
+        record=record,
+        resume=resume,
     )
 
 
