@@ -121,8 +121,9 @@ def main_thread_place() -> tuple[str, bool, bool]:
         debugged |= file.endswith(("bdb.py", "pydevd.py"))
         if not place and f"{os.sep}torch{os.sep}" not in file and file != __file__:
             short = os.sep.join(file.split(os.sep)[-3:])
-            collective |= ".wait(" in linecache.getline(file, frame.f_lineno)
-            place = f"{short}:{frame.f_lineno} {frame.f_code.co_name}"
+            line = frame.f_lineno or frame.f_code.co_firstlineno  # Python has None between two lines
+            collective |= ".wait(" in linecache.getline(file, line)
+            place = f"{short}:{line} {frame.f_code.co_name}"
         frame = frame.f_back
     return place, collective, debugged
 

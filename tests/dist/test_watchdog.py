@@ -175,3 +175,10 @@ def test_a_line_that_waits_for_a_transfer_is_known_to_wait() -> None:
     assert waits
     assert not debugged
     assert "test_a_line_that_waits" in where
+
+
+def test_a_place_between_two_lines_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = SimpleNamespace(co_filename="/a/b/c/loop.py", co_firstlineno=7, co_name="step")
+    frame = SimpleNamespace(f_code=code, f_lineno=None, f_back=None)
+    monkeypatch.setattr("sys._current_frames", lambda: {threading.main_thread().ident: frame})
+    assert main_thread_place() == ("b/c/loop.py:7 step", False, False)
