@@ -12,9 +12,11 @@ from rlhf.data.ragged import Ragged
 from rlhf.errors import CheckpointError
 
 if TYPE_CHECKING:  # importing transformers' tokenizers takes seconds, which ranks without rows do not pay
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 EOS, PAD = "<|end|>", "<|pad|>"
+PLAIN = ("llama", "qwen3", "qwen3_moe")
+"""Kinds of models whose tokenizer_config.json AutoTokenizer trusts; for some others it knows better."""
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
@@ -23,10 +25,9 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     Raises:
         CheckpointError: The folder holds none that transformers can read.
     """
-    from transformers import AutoTokenizer  # noqa: PLC0415
-
     try:
-        found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        reader = _reader(folder)
+        found = reader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         if not set(found.get_vocab().values()) - set(found.all_special_ids):
             raise ValueError("it knows no word")  # transformers makes one up from config.json where no file is
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -35,6 +36,31 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
             "tokenizer.json and tokenizer_config.json; copy them from the model the checkpoint came from"
         ) from error
     return found
+
+
+def _reader(folder: Path) -> "type[PreTrainedTokenizerFast] | type[AutoTokenizer]":
+    """The class to read the folder with.
+
+    AutoTokenizer imports every kind of model, two seconds a process. Where the folder says that its tokenizer.json is
+    all there is to it, as those that are made here do, AutoTokenizer would come to the plain class too.
+    """
+    model, tokenizer = (_json(folder / name) for name in ("config.json", "tokenizer_config.json"))
+    if (
+        tokenizer.get("tokenizer_class") == "TokenizersBackend"
+        and "auto_map" not in tokenizer
+        and model.get("model_type", PLAIN[0]) in PLAIN
+        and (folder / "tokenizer.json").is_file()
+    ):
+        from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    return AutoTokenizer
+
+
+def _json(path: Path) -> dict:
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def check_vocabulary(

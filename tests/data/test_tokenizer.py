@@ -1,9 +1,13 @@
 import json
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from rlhf.data.ragged import Ragged
 from rlhf.data.tokenizer import EOS, check_vocabulary, decode_responses, eos_token_ids, load_tokenizer, tiny_tokenizer
@@ -28,6 +32,24 @@ def tokenizer(folder):
 @given(text=st.text(max_size=40))
 def test_any_text_survives_encode_and_decode(tokenizer, text):
     assert tokenizer.decode(tokenizer(text).input_ids, clean_up_tokenization_spaces=False) == text
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral"])
+def test_the_class_is_the_one_transformers_chooses(folder, tmp_path, kind):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    chosen = AutoTokenizer.from_pretrained(tmp_path)
+    found = load_tokenizer(tmp_path)
+    assert type(found) is type(chosen)
+    assert found.get_vocab() == chosen.get_vocab()
+    assert found(CORPUS[7]).input_ids == chosen(CORPUS[7]).input_ids
+
+
+def test_a_plain_tokenizer_costs_no_import_of_every_model(folder):
+    code = "import sys; from rlhf.data.tokenizer import load_tokenizer; from pathlib import Path;"
+    code += "load_tokenizer(Path(sys.argv[1])); print('transformers.models.auto.modeling_auto' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_bytes_alone_cost_one_token_each(tmp_path):
