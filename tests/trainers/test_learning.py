@@ -62,7 +62,7 @@ def _prompts(folder: Path) -> None:
 
 
 def _solved_before_and_after(folder: Path, groups: GroupFactory, reward: str) -> tuple[float, float]:
-    config = load(folder, *SETTINGS, f"name={reward}", f"reward.function=tests.trainers.tiny_run:{reward}")
+    config = load(folder, *SETTINGS, f"name={reward}", f"reward.function=tests.trainers.rewards:{reward}")
     loop = build_loop(config, ranks_here(folder / "runs" / reward, groups))
     assert isinstance(loop, PPOLoop)
     evaluation = _honest(loop.evaluation)
@@ -83,7 +83,7 @@ def _honest(evaluation: Evaluation) -> Evaluation:
     """The same evaluation by the true reward, whatever reward the run trains on."""
     if evaluation.scorer is None:
         return evaluation
-    true = RewardFunction(RewardConfig(function="tests.trainers.tiny_run:same_parity"))
+    true = RewardFunction(RewardConfig(function="tests.trainers.rewards:same_parity"))
     return replace(evaluation, scorer=replace(evaluation.scorer, function=true))
 
 

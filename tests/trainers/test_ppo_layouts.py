@@ -219,7 +219,7 @@ def _most_ranks_own_no_row(folder: Path, groups: GroupFactory) -> None:
 
 def _nothing_counts(folder: Path, groups: GroupFactory) -> None:
     """A step in which every reward fails moves no weight, whatever the layout: not by momentum, not by decay."""
-    failing = "reward.function=tests.trainers.tiny_run:fails"
+    failing = "reward.function=tests.trainers.rewards:fails"
     loop = _loop(folder, groups, *APART, failing, "name=failing", "actor.optim.weight_decay=0.1")
     models = [role.model for role in (loop.models.actor, loop.models.critic) if role.model is not None]
     before = [{name: param.clone() for name, param in local_params(model).items()} for model in models]

@@ -5,17 +5,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import transformers
 
 from rlhf.config.load import load_config
 from rlhf.config.run import PPORunConfig
-from rlhf.data.record import PromptRecord
 from rlhf.data.tokenizer import tiny_tokenizer
 from rlhf.dist.groups import GroupFactory
 from rlhf.dist.job import Ranks
 from rlhf.dist.progress_clock import ProgressClock
 from rlhf.dist.stop_request import StopRequest
-from tests.reward.functions import Shuffled
 
 CONFIG = """
 name: tiny
@@ -26,7 +23,7 @@ critic: {{model: {{path: {model}}}, optim: {{lr: 3.0e-3}}, microbatch_tokens: 70
 reference: {{model: {{path: {model}}}, microbatch_tokens: 110}}
 rollout: {{max_running: 5, kv_cache_tokens: 512, sampling: {{max_new_tokens: 7}}}}
 data: {{source: jsonl, path: {rows}, chat_template: false, max_prompt_tokens: 24, held_out: 4}}
-reward: {{function: "tests.trainers.tiny_run:count_low_bytes"}}
+reward: {{function: "tests.trainers.rewards:count_low_bytes"}}
 ppo: {{prompts_per_step: 5, samples_per_prompt: 2, minibatch_samples: 5, kl_coef: 0.05, entropy_coef: 0.01}}
 eval: {{sampling: {{max_new_tokens: 5}}}}
 job: {{device: cpu}}
@@ -34,13 +31,10 @@ log: {{folder: {folder}/runs, tensorboard: false, console: plain}}
 """
 
 
-def count_low_bytes(record: PromptRecord, text: str) -> float:
-    """A reward that varies between samples: the share of characters below the middle of ASCII."""
-    return sum(ord(c) < 64 for c in text) / max(1, len(text)) + 0.01 * len(record.text)
-
-
 def make_files(folder: Path, *, num_layers: int = 3) -> None:
     """A random model with 4 KV heads, and a file of prompts of uneven lengths."""
+    import transformers  # ranks that read the files need not wait for it
+
     tokenizer = tiny_tokenizer(folder / "model")
     torch.manual_seed(3)
     config = transformers.Qwen3Config(
@@ -85,21 +79,3 @@ def ranks_here(run_folder: Path, groups: GroupFactory) -> Ranks:
         stop=StopRequest(run_folder),
         wandb_online=False,
     )
-
-
-def fails(record: PromptRecord, text: str) -> float:
-    """A reward that never answers."""
-    raise ValueError("no reward today")
-
-
-def same_parity(record: PromptRecord, text: str) -> float:
-    """1 when the first character of the response is as even or odd as the digit that ends the prompt."""
-    return float(bool(text) and ord(text[0]) % 2 == int(record.answer) % 2)
-
-
-def same_parity_shuffled(record: PromptRecord, text: str) -> float:
-    """The parity score of some earlier response: as many points, tied to nothing."""
-    return _shuffled(record, text)
-
-
-_shuffled = Shuffled(same_parity)
