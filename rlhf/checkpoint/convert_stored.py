@@ -12,11 +12,14 @@ from rlhf.checkpoint.torch_dist import TorchDistReader
 from rlhf.errors import CheckpointError
 from rlhf.families.registry import logical_tensors
 from rlhf.families.spec import Head
-from rlhf.mcore.stored import OTHER_KEYS, VOCABULARY_KEYS, StoredPiece, stored_pieces, stored_shapes
+from rlhf.mcore.stored import VOCABULARY_KEYS, StoredPiece, other_key, stored_pieces, stored_shapes
 from rlhf.reshard.block import Block
 
 _ANY_MODEL = "decoder.final_layernorm.weight"
 """A key that every model has."""
+
+_FIRST_LAYER = "decoder.layers.0."
+"""Begins keys of a model whose layers are stored each by itself."""
 
 _BESIDE_WEIGHTS = ("optimizer.", "rng_state", "rerun_state_machine", "opt_param_scheduler")
 """Beginnings of keys of Megatron-LM that are no weights."""
@@ -37,9 +40,10 @@ class StoredWeights:
         prefix = self._prefix(given.role)
         model = model_of(place, given, role=prefix.removesuffix("."))
         self.spec, self.head, self.hf_files, self.args_spec = model.spec, model.head, model.hf_files, model.args_spec
-        self._keys = self._stored_keys(prefix)
+        apart = any(key.startswith(f"{prefix}{_FIRST_LAYER}") for key in self._reader.shapes)
+        self._keys = self._stored_keys(prefix, layers_apart=apart)
         self._pieces: dict[str, list[StoredPiece]] = {}
-        for piece in stored_pieces(self.spec, head=self.head):
+        for piece in stored_pieces(self.spec, head=self.head, layers_apart=apart):
             self._pieces.setdefault(piece.tensor, []).append(piece)
         self.dtypes: Mapping[str, torch.dtype] = {
             name: self._reader.shapes[self._keys[pieces[0].key]][1] for name, pieces in self._pieces.items()
@@ -76,11 +80,11 @@ class StoredWeights:
             raise CheckpointError(f"{self.path}: models: {listed}; needs one, or --role to say which; add --role")
         return found[0]
 
-    def _stored_keys(self, prefix: str) -> dict[str, str]:
+    def _stored_keys(self, prefix: str, *, layers_apart: bool) -> dict[str, str]:
         """Key in the folder of each stored tensor of the model, whose shapes are checked."""
         keys, shapes = {}, self._reader.shapes
-        for key, shape in stored_shapes(self.spec, head=self.head).items():
-            there = next((prefix + one for one in (key, OTHER_KEYS.get(key, key)) if prefix + one in shapes), None)
+        for key, shape in stored_shapes(self.spec, head=self.head, layers_apart=layers_apart).items():
+            there = next((prefix + one for one in (key, other_key(key)) if prefix + one in shapes), None)
             if there is None:
                 raise CheckpointError(
                     f"{self.path}: no tensor {prefix}{key}; needs it for this model; check that the config is its own"

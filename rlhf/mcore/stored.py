@@ -2,7 +2,7 @@
 
 A stored tensor is a parameter of the model on one rank (tp = pp = 1), with the layers of the decoder stacked along a
 first dim, experts along a second: `decoder.layers.self_attention.linear_qkv.weight` is [layers, rows of q, k and v,
-hidden]. Keys are those of Megatron's Transformer Engine layers; its local layers have the same but for `OTHER_KEYS`.
+hidden]. Keys are those of Megatron's Transformer Engine layers; `other_key` is what its local layers call the same.
 """
 
 from collections.abc import Mapping
@@ -32,17 +32,12 @@ EXPERTS = "mlp.experts.experts."
 VOCABULARY_KEYS = (EMBEDDING, OUTPUT)
 """Stored tensors whose rows may be more than the vocabulary has: Megatron pads it. Ours have no padding."""
 
-OTHER_KEYS: Mapping[str, str] = {
-    f"{DECODER}pre_mlp_layernorm.weight": f"{DECODER}mlp.linear_fc1.layer_norm_weight",
-}
-"""Key of ours -> what Megatron's local layers call the same tensor in a model with experts."""
-
+_MLP_NORM = "pre_mlp_layernorm.weight"
 _NORM_KEYS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    _MLP_NORM: "mlp.linear_fc1.layer_norm_weight",
 }
 """Name inside a layer -> stored key inside it, where Transformer Engine holds a norm in the linear layer after it."""
-
 
 _EXTRA_STATE = "._extra_state/shard_{at}_{of}"
 """What follows a module's key in that of its extra state: indices of layer and expert, and how many there are."""
@@ -68,29 +63,47 @@ class StoredPiece:
         return Box((*((at, at + 1) for at in self.lead), *moved.spans))
 
 
-def stored_shapes(spec: ModelSpec, *, head: Head) -> Mapping[str, tuple[int, ...]]:
+def stored_shapes(spec: ModelSpec, *, head: Head, layers_apart: bool = False) -> Mapping[str, tuple[int, ...]]:
     """Shape of each stored tensor of a model by key, in the order of the forward pass; the vocabulary without padding.
 
     A tied lm head is the embedding and not listed; a value head is `output_layer.weight` [1, hidden].
+
+    Args:
+        spec: The model.
+        head: What stands on top of it.
+        layers_apart: Each layer's tensors by themselves, `decoder.layers.3.mlp.linear_fc2.weight`: how Megatron stores
+            models whose layers may differ (`moe_layer_freq` as a list is enough). We write no such folder.
     """
     one, shapes = ParallelConfig(), {}
     params = param_shapes(spec, one, head=head, stage=0)
     for tensor, param in params_of_stage(spec, one, head, 0):
         stacked = (spec.num_layers, spec.num_experts)[: len(_lead(tensor))]
-        shapes[_key(spec, tensor)] = (*stacked, *params[param])
+        key = _key(spec, tensor, layers_apart=layers_apart)
+        shapes[key] = (*(stacked[1:] if layers_apart else stacked), *params[param])
     return shapes
 
 
-def stored_pieces(spec: ModelSpec, *, head: Head) -> tuple[StoredPiece, ...]:
-    """Where each logical tensor lies in the stored ones: every element of either is in one piece.
+def stored_pieces(spec: ModelSpec, *, head: Head, layers_apart: bool = False) -> tuple[StoredPiece, ...]:
+    """Where each logical tensor lies in the stored ones, as `stored_shapes`: each element of either is in one piece.
 
     A q, k or v weight is a piece for each KV head, for q, k and v of a head follow each other.
     """
     return tuple(
-        StoredPiece(piece.tensor, piece.box, _key(spec, tensor), _lead(tensor), piece.param_start)
+        StoredPiece(
+            piece.tensor,
+            piece.box,
+            _key(spec, tensor, layers_apart=layers_apart),
+            _lead(tensor)[1 if layers_apart else 0 :],
+            piece.param_start,
+        )
         for tensor, param in params_of_stage(spec, ParallelConfig(), head, 0)
         for piece in held_pieces(spec, tensor, param, 1, 0)
     )
+
+
+def other_key(key: str) -> str:
+    """What Megatron's local layers call a stored tensor: the same, but for the norm before a layer's experts."""
+    return key.replace(_MLP_NORM, _NORM_KEYS[_MLP_NORM])
 
 
 def extra_state_keys(spec: ModelSpec) -> tuple[str, ...]:
@@ -186,15 +199,16 @@ def _runs(tensor: LogicalTensor, param: str, shape: tuple[int, ...], cut: _Cut |
     return found
 
 
-def _key(spec: ModelSpec, tensor: LogicalTensor) -> str:
+def _key(spec: ModelSpec, tensor: LogicalTensor, *, layers_apart: bool = False) -> str:
     name = PARAM_OF_PART[tensor.part]
-    if tensor.expert >= 0:
-        return DECODER + name.replace(PARAM_EXPERTS + "{expert}.", EXPERTS)
     if tensor.layer < 0:
         return name
+    before = f"{DECODER}{tensor.layer}." if layers_apart else DECODER
+    if tensor.expert >= 0:
+        return before + name.replace(PARAM_EXPERTS + "{expert}.", EXPERTS)
     if tensor.part is Part.MLP_NORM and spec.num_experts:  # Transformer Engine's layers fuse it into no router
-        return DECODER + name
-    return DECODER + _NORM_KEYS.get(name, name)
+        return before + name
+    return before + _NORM_KEYS.get(name, name)
 
 
 def _lead(tensor: LogicalTensor) -> tuple[int, ...]:

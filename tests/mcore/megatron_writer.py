@@ -17,9 +17,9 @@ from torch import Tensor
 
 from rlhf.config.model import ModelConfig
 from rlhf.config.parallel import ParallelConfig
-from rlhf.families.spec import ModelSpec
+from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.layer_spec import prepare_megatron
-from rlhf.mcore.stored import OTHER_KEYS
+from rlhf.mcore.stored import other_key, stored_shapes
 from rlhf.mcore.transformer_config import make_transformer_config
 from tests.mcore.stand_in import tiny_moe_spec, tiny_spec
 from tests.mcore.tiny import pack, sequences
@@ -29,6 +29,9 @@ CASES = {
     "qwen3": tiny_spec(family="qwen3", qk_norm=True, num_layers=3),
     "mixtral": tiny_moe_spec(family="mixtral", qk_norm=False),
 }
+APART = {"mixtral"}
+"""Saved with each layer's tensors by themselves."""
+
 PADDED = 256
 """Rows of its vocabulary, of which a model has 131."""
 
@@ -68,11 +71,13 @@ def main(folder: Path) -> None:
         model = their_model(spec)
         found = {"theirs": logits(model, spec.vocab_size)}
         (folder / case / "theirs").mkdir()
-        dist_checkpointing.save(model.sharded_state_dict(), str(folder / case / "theirs"))
+        metadata = {"non_homogeneous_layers": True} if case in APART else None
+        dist_checkpointing.save(model.sharded_state_dict(metadata=metadata), str(folder / case / "theirs"))
         asked = model.sharded_state_dict()
         if spec.num_experts:
+            ours = {other_key(key): key for key in stored_shapes(spec, head=Head.LM)}
             for entry in asked.values():  # as Transformer Engine's layers would ask
-                entry.key = {local: key for key, local in OTHER_KEYS.items()}.get(entry.key, entry.key)
+                entry.key = ours.get(entry.key, entry.key)
         loaded = dist_checkpointing.load(asked, str(folder / case / "ours"))
         model.load_state_dict(loaded)
         found["ours"] = logits(model, spec.vocab_size)

@@ -13,12 +13,14 @@ from rlhf.config.model import ModelConfig
 from rlhf.config.parallel import ParallelConfig
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.groups import ModelGroups
+from rlhf.mcore.layout import local_params, megatron_layout
 from rlhf.mcore.load import draw_weights
 from rlhf.mcore.model import MegatronModel, build_model, head_weight
 from rlhf.mcore.model_state import model_blocks, weights_loaded
-from rlhf.mcore.stored import OTHER_KEYS, extra_state_keys
+from rlhf.mcore.stored import extra_state_keys, other_key, stored_pieces, stored_shapes
+from rlhf.reshard.block import Block
 from tests.mcore.fake_ranks import as_rank
-from tests.mcore.megatron_writer import CASES
+from tests.mcore.megatron_writer import APART, CASES
 from tests.mcore.tiny import pack, sequences
 
 ALONE = ParallelConfig()
@@ -61,16 +63,30 @@ def write_ours(spec: ModelSpec, folder: Path) -> None:
         torch.save(logits(model), folder / "logits")
 
 
-def logits_of_theirs(spec: ModelSpec, folder: Path) -> Tensor:
+def blocks_of(model: MegatronModel, *, layers_apart: bool) -> list[Block]:
+    """What a model holds that nothing cuts, by way of the logical tensors."""
+    spec, params = model.spec, local_params(model)
+    shapes = stored_shapes(spec, head=Head.LM, layers_apart=layers_apart)
+    held = megatron_layout(spec, ALONE, head=Head.LM, dtype="float32").holdings(0)
+    blocks = []
+    for one, piece in zip(held, stored_pieces(spec, head=Head.LM, layers_apart=layers_apart), strict=True):
+        assert (one.tensor, one.box) == (piece.tensor, piece.box)
+        data = params[one.param][one.param_box(one.box).slices][(None,) * len(piece.lead)]
+        blocks.append(Block(piece.key, shapes[piece.key], piece.stored_box(piece.box), data))
+    return blocks
+
+
+def logits_of_theirs(case: str, folder: Path) -> Tensor:
     """Ours, once their weights are read into it."""
     reader = TorchDistReader(folder)
     with as_rank(ALONE, 0) as groups:
-        model = our_model(spec, groups)
-        blocks = []
-        for block in model_blocks(model, own_share=False):
-            key = block.key if block.key in reader.shapes else OTHER_KEYS[block.key]
-            blocks.append(replace(block, key=key, shape=reader.shapes[key][0]))  # a padded vocabulary is larger
-        reader.read(blocks)
+        model = our_model(CASES[case], groups)
+        blocks = blocks_of(model, layers_apart=True) if case in APART else model_blocks(model, own_share=False)
+        wanted = []
+        for block in blocks:
+            key = block.key if block.key in reader.shapes else other_key(block.key)
+            wanted.append(replace(block, key=key, shape=reader.shapes[key][0]))  # a padded vocabulary is larger
+        reader.read(wanted)
         weights_loaded(model, None, with_masters=False)
         return logits(model)
 
@@ -81,7 +97,7 @@ def test_logits_are_equal_through_either_format(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "tests.mcore.megatron_writer", str(tmp_path)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]
-    for case, spec in CASES.items():
+    for case in CASES:
         found = torch.load(tmp_path / case / "logits.pt")
         ours = torch.load(tmp_path / case / "ours" / "logits")
         assert not torch.allclose(found["theirs"], found["ours"], atol=0.01), (
@@ -90,5 +106,5 @@ def test_logits_are_equal_through_either_format(tmp_path: Path) -> None:
         # fp32 through up to four layers; the head is applied by other code
         torch.testing.assert_close(found["ours"], ours, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(
-            logits_of_theirs(spec, tmp_path / case / "theirs"), found["theirs"], rtol=1e-5, atol=1e-6
+            logits_of_theirs(case, tmp_path / case / "theirs"), found["theirs"], rtol=1e-5, atol=1e-6
         )

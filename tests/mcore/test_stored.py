@@ -92,6 +92,26 @@ def test_any_rank_of_a_model_with_experts_finds_its_parameters_in_the_stored_ten
         check(tiny_moe_spec(num_layers=3, tied_embeddings=True), parallel, Head.VALUE)
 
 
+def test_layers_apart_are_slices_of_the_stacked_ones() -> None:
+    for spec in (tiny_spec(family="qwen2", qkv_bias=True), tiny_moe_spec()):
+        logical = numbered(megatron_layout(spec, ParallelConfig(), head=Head.LM, dtype="float32").tensors)
+        stacked = stored_of(spec, Head.LM, logical)
+        shapes = stored_shapes(spec, head=Head.LM, layers_apart=True)
+        found = {key: torch.full(shape, -1) for key, shape in shapes.items()}
+        for piece in stored_pieces(spec, head=Head.LM, layers_apart=True):
+            part = found[piece.key][piece.stored_box(piece.box).slices]
+            part.copy_(logical[piece.tensor][piece.box.slices].reshape(part.shape))
+        wanted = {}
+        for key, tensor in stacked.items():
+            before, *inside = key.split("decoder.layers.")
+            if inside:
+                wanted |= {f"{before}decoder.layers.{at}.{inside[0]}": layer for at, layer in enumerate(tensor)}
+            else:
+                wanted[key] = tensor
+        assert wanted.keys() == found.keys()
+        assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+
+
 def test_a_tied_head_is_stored_with_the_embedding_and_a_value_head_as_an_output_layer() -> None:
     spec = tiny_spec(tied_embeddings=True)
     assert OUTPUT not in stored_shapes(spec, head=Head.LM)

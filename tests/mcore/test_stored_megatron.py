@@ -13,7 +13,7 @@ from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.layout import layers_before
 from rlhf.mcore.model import MegatronModel, build_model
 from rlhf.mcore.param_names import local_name
-from rlhf.mcore.stored import OTHER_KEYS, VOCABULARY_KEYS, extra_state_keys, held_of_stored, stored_shapes
+from rlhf.mcore.stored import VOCABULARY_KEYS, extra_state_keys, held_of_stored, other_key, stored_shapes
 from rlhf.reshard.layout import Box
 from tests.mcore.fake_ranks import as_rank
 from tests.mcore.stand_in import tiny_moe_spec, tiny_spec
@@ -45,7 +45,7 @@ def said_by_megatron(model: MegatronModel) -> tuple[set[Place], set[str]]:
     """
     found, objects = set(), set()
     before = layers_before(model.spec, model.parallel, model.groups.pp_rank)
-    ours = {other: key for key, other in OTHER_KEYS.items()} if model.spec.num_experts else {}
+    ours = {other_key(key): key for key in stored_shapes(model.spec, head=model.head)}
     for module, start in zip(model.modules, before, strict=True):
         state = module.sharded_state_dict(metadata={"dp_cp_group": model.groups.collection.dp_cp})
         for name, entry in state.items():
@@ -71,6 +71,21 @@ def said_by_megatron(model: MegatronModel) -> tuple[set[Place], set[str]]:
     return found, objects
 
 
+def said_with_layers_apart(model: MegatronModel) -> set[tuple[str, tuple[int, ...]]]:
+    """(key, shape) of what this rank has of stored tensors when each layer has its own; padding cut off as above."""
+    ours = {other_key(key): key for key in stored_shapes(model.spec, head=model.head, layers_apart=True)}
+    found = set()
+    for module in model.modules:
+        metadata = {"dp_cp_group": model.groups.collection.dp_cp, "non_homogeneous_layers": True}
+        for entry in module.sharded_state_dict(metadata=metadata).values():
+            for shard in entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]:
+                if isinstance(shard, ShardedTensor):
+                    is_vocabulary = shard.key in VOCABULARY_KEYS and shard.global_shape[0] > 1
+                    rows = model.spec.vocab_size if is_vocabulary else shard.global_shape[0]
+                    found.add((ours.get(shard.key, shard.key), (rows, *shard.global_shape[1:])))
+    return found
+
+
 def said_by_us(model: MegatronModel) -> set[Place]:
     shapes = stored_shapes(model.spec, head=model.head)
     found = set()
@@ -94,7 +109,7 @@ def params_of(model: MegatronModel) -> dict[str, Tensor]:
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_megatrons_modules_say_the_same_of_every_rank(case: int, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, parallel, head = CASES[case]
-    keys, objects = set(), set()
+    keys, objects, apart = set(), set(), set()
     for rank in parallel.ranks:
         with as_rank(parallel, rank) as groups:
             # Some modules of the local spec keep no group and ask the global, and so does a tied head.
@@ -112,9 +127,11 @@ def test_megatrons_modules_say_the_same_of_every_rank(case: int, monkeypatch: py
             )
             wanted, of_rank = said_by_megatron(model)
             objects |= of_rank
+            apart |= said_with_layers_apart(model)
             assert said_by_us(model) == wanted, f"rank {rank}"
             keys |= {key for _, _, key, _, _ in wanted}
     assert keys == set(stored_shapes(spec, head=head))
+    assert apart == set(stored_shapes(spec, head=head, layers_apart=True).items())
     # Local layers ask for the state of their linear layers, of all layers and experts.
     linear = {key for key in extra_state_keys(spec) if ".linear_" in key}
     assert objects == linear
