@@ -9,8 +9,8 @@
 
 Reads Hugging Face folders (safetensors), converted folders, training checkpoints and Megatron-LM's distributed
 checkpoints. Blocks of at most 256 MiB are read and written one after the other, so memory does not grow with the model.
-A folder that is written appears when it is whole. Exit code 0; 1 when `verify` found a difference; 2 for input that
-cannot be converted (torchrun makes 1 of both).
+A folder that is written appears when it is whole. Exit code 0; 1 when `verify` found a difference or `inspect` damage; 2
+for input that cannot be converted (torchrun makes 1 of both).
 """
 
 import argparse
@@ -46,11 +46,11 @@ def console() -> None:
 
 def _to_hf(args: argparse.Namespace) -> int:
     from rlhf.checkpoint.convert_ranks import Crew, with_crew  # noqa: PLC0415  # --help needs no torch
-    from rlhf.checkpoint.convert_sources import open_weights  # noqa: PLC0415
     from rlhf.checkpoint.convert_to_hf import to_hf  # noqa: PLC0415
+    from rlhf.checkpoint.convert_whole import open_whole  # noqa: PLC0415
 
     def work(crew: Crew) -> int:
-        weights = crew.together(lambda: open_weights(options.given(args)))
+        weights = open_whole(options.given(args), crew, check=args.check)
         done = to_hf(weights, args.out, crew, dtype=args.dtype, shard_bytes=args.shard_size, overwrite=args.overwrite)
         crew.lead(lambda: options.show(done.text(), done.as_json(), args.json))
         return 0
@@ -61,12 +61,12 @@ def _to_hf(args: argparse.Namespace) -> int:
 def _to_megatron(args: argparse.Namespace) -> int:
     from rlhf.checkpoint.convert_plan import target_layout  # noqa: PLC0415
     from rlhf.checkpoint.convert_ranks import Crew, with_crew  # noqa: PLC0415
-    from rlhf.checkpoint.convert_sources import open_weights  # noqa: PLC0415
     from rlhf.checkpoint.convert_to_megatron import to_megatron  # noqa: PLC0415
+    from rlhf.checkpoint.convert_whole import open_whole  # noqa: PLC0415
 
     def work(crew: Crew) -> int:
         parallel = crew.together(lambda: target_layout(**options.layout(args)))
-        weights = crew.together(lambda: open_weights(options.given(args)))
+        weights = open_whole(options.given(args), crew, check=args.check)
         done = to_megatron(weights, args.out, crew, parallel=parallel, dtype=args.dtype, overwrite=args.overwrite)
         crew.lead(lambda: options.show(done.text(), done.as_json(), args.json))
         return 0
@@ -88,10 +88,19 @@ def _verify(args: argparse.Namespace) -> int:
     return with_crew(work)
 
 
+def _inspect(args: argparse.Namespace) -> int:
+    from rlhf.checkpoint.inspect_folder import inspect  # noqa: PLC0415
+
+    found = inspect(options.given(args), check=args.check)
+    options.show(found.text(), found.as_json(), args.json)
+    return DIFFERENT if found.integrity.state == "damaged" else 0
+
+
 _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "to-megatron": _to_megatron,
     "to-hf": _to_hf,
     "verify": _verify,
+    "inspect": _inspect,
 }
 
 
@@ -104,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     options.add_source(to_megatron, "SOURCE")
     options.add_out(to_megatron)
     options.add_layout(to_megatron)
+    options.add_check(to_megatron)
     options.add_json(to_megatron)
     to_hf = commands.add_parser("to-hf", help="any checkpoint -> a Hugging Face folder")
     options.add_source(to_hf, "SOURCE")
@@ -115,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="upper size of a safetensors file: 5GB, 500MB, 2GiB (5GB)",
     )
+    options.add_check(to_hf)
     options.add_json(to_hf)
     verify = commands.add_parser("verify", help="do two checkpoints hold the same model?")
     verify.add_argument("a", type=Path, metavar="A", help="a checkpoint's folder, in any format")
@@ -130,4 +141,8 @@ def _parser() -> argparse.ArgumentParser:
         help="compare what transformers and our Megatron model say, where two float32 models fit into memory (yes)",
     )
     options.add_json(verify)
+    inspect = commands.add_parser("inspect", help="what lies in a checkpoint's folder, and whether it is whole")
+    options.add_source(inspect, "CHECKPOINT")
+    options.add_check(inspect)
+    options.add_json(inspect)
     return parser

@@ -58,6 +58,16 @@ def add_out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
 
 
+def add_check(parser: argparse.ArgumentParser) -> None:
+    """Whether files are summed."""
+    parser.add_argument(
+        "--check",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="read every file that a manifest.json has a checksum of, and compare (yes)",
+    )
+
+
 def add_layout(parser: argparse.ArgumentParser) -> None:
     """The layout that the files are cut for; any other can load them too."""
     for name, what in LAYOUT.items():

@@ -26,6 +26,15 @@ _BESIDE_WEIGHTS = ("optimizer.", "rng_state", "rerun_state_machine", "opt_param_
 
 _UNTOLD = 3
 
+OF_ANOTHER = "of another model"
+"""Why a stored tensor is dropped that belongs to another role."""
+
+
+def roles_in(keys: Iterable[str]) -> list[str]:
+    """The models that a checkpoint with these keys holds, by what stands before them; "" for one without a name."""
+    found = {key.removesuffix(_ANY_MODEL) for key in keys if key.endswith(_ANY_MODEL) and "optimizer." not in key}
+    return sorted(prefix.removesuffix(".") for prefix in found)
+
 
 class StoredWeights:
     """See `Weights`.
@@ -65,20 +74,14 @@ class StoredWeights:
 
     def _prefix(self, role: str) -> str:
         """What stands before the keys of the model: `ROLE.`, or nothing."""
-        found = sorted(
-            key.removesuffix(_ANY_MODEL)
-            for key in self._reader.shapes
-            if key.endswith(_ANY_MODEL) and "optimizer." not in key
-        )
-        roles = [prefix.removesuffix(".") or "one without a name" for prefix in found]
-        listed = ", ".join(roles) if roles else "none"
-        if role:
-            if f"{role}." not in found:
-                raise CheckpointError(f"{self.path}: no model {role!r}; it holds {listed}; choose one with --role")
-            return f"{role}."
-        if len(found) != 1:
+        found = roles_in(self._reader.shapes)
+        listed = ", ".join(one or "one without a name" for one in found) or "none"
+        if role and role not in found:
+            raise CheckpointError(f"{self.path}: no model {role!r}; it holds {listed}; choose one with --role")
+        if not role and len(found) != 1:
             raise CheckpointError(f"{self.path}: models: {listed}; needs one, or --role to say which; add --role")
-        return found[0]
+        name = role or found[0]
+        return f"{name}." if name else ""
 
     def _stored_keys(self, prefix: str, *, layers_apart: bool) -> dict[str, str]:
         """Key in the folder of each stored tensor of the model, whose shapes are checked."""
@@ -114,7 +117,7 @@ class StoredWeights:
         found, unknown = [], []
         for key in sorted(self._reader.shapes.keys() - set(self._keys.values())):
             if not key.startswith(prefix):
-                found.append(Remark(Place.DROPPED, key, "of another model"))
+                found.append(Remark(Place.DROPPED, key, OF_ANOTHER))
             elif key.removeprefix(prefix).startswith(_BESIDE_WEIGHTS):
                 found.append(Remark(Place.DROPPED, key, "state of training, no weight"))
             else:
