@@ -9,8 +9,8 @@
 
 Reads Hugging Face folders (safetensors), converted folders, training checkpoints and Megatron-LM's distributed
 checkpoints. Blocks of at most 256 MiB are read and written one after the other, so memory does not grow with the model.
-A folder that is written appears when it is whole. Exit code 0; 1 when `verify` found a difference or `inspect` damage; 2
-for input that cannot be converted (torchrun makes 1 of both).
+A folder that is written appears when it is whole. Exit code 0; 1 when `verify` found a difference or `inspect` damage;
+2 for input that cannot be converted (torchrun makes 1 of both).
 """
 
 import argparse
