@@ -8,7 +8,7 @@ usage: scripts/launch.sh [options] CONFIG [key=value ...]
        scripts/launch.sh [options] --doctor [FOLDER]
 
 Checks the configuration, starts torchrun on this host, waits, sweeps up, and returns the code of exit.json:
-  0 finished    2 bad configuration or data    3 a rank failed    75 stopped on request
+  0 finished    2 bad configuration or data    3 a rank failed    75 stopped on request, saved
 
 options:
   --nproc N          ranks on this host; as many as the run's pools need when left out

@@ -123,11 +123,15 @@ class Checkpoints:
         if kind is not None:
             return
         last = self._saver.wait()
-        if self._final_step is not None and last is None:
+        if self._final_step is None:
+            return
+        if last is None:
             raise SaveError(
                 f"checkpoint: the run ends after step {self._final_step} and could not be saved there (the console "
                 "says why); needs a place to write; mend it, and start again to go on from the checkpoint before"
             )
+        if self._final_step < self._config.num_steps:
+            self._note(f"saved after step {self._final_step}: {last}; the same command goes on from there")
 
     def load(self, point: ResumePoint) -> None:
         """Take up what was saved; models and optimizers have been built and hold what a fresh run begins with.
@@ -168,10 +172,11 @@ class Checkpoints:
         is_stopped = state.step < self._config.num_steps
         if not (is_stopped or self._config.checkpoint.every_steps or self._saved_step is not None):
             return
-        if self._saved_step == state.step and (self._is_loaded or self._saver.wait() is not None):
+        if self._saved_step == state.step and self._is_loaded:
             return
         self._final_step = state.step
-        self._save(state)
+        if self._saved_step != state.step or self._saver.wait() is None:  # a save that failed is tried again
+            self._save(state)
 
     def _save(self, state: LoopState) -> None:
         with self._timers.phase("save"):

@@ -31,11 +31,6 @@ STATEFUL = (  # each step depends on numbers that all earlier ones measured
 )
 ROWS = 15
 """11 beside those held out: of 5 prompts a step, the third and the fifth step end an epoch."""
-REWARD = """
-def score(record, text):
-    return sum(ord(c) < 64 for c in text) / max(1, len(text)) + 0.01 * len(record.text)
-"""
-"""In a file that imports nothing: each start waits for it."""
 SFT = """
 name: sft
 trainer: sft
@@ -69,9 +64,7 @@ class Start:
 
     def loop(self, name: str, *overrides: str) -> PPOLoop:
         """Built as the command would."""
-        config = load(
-            self.folder, *STATEFUL, f"name={name}", f"reward.function={self.folder}/reward.py:score", *overrides
-        )
+        config = load(self.folder, *STATEFUL, f"name={name}", *overrides)
         found = build_loop(config, ranks_here(self.run(name), self.groups))
         assert isinstance(found, PPOLoop)
         return found
@@ -311,7 +304,6 @@ def test_a_run_that_is_killed_and_started_again_ends_as_one_that_never_was(tmp_p
     make_files(tmp_path)
     rows = (tmp_path / "rows.jsonl").read_text().splitlines()[:ROWS]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
-    (tmp_path / "reward.py").write_text(REWARD)
     paths = {"model": tmp_path / "model", "rows": tmp_path / "rows.jsonl", "folder": tmp_path}
     (tmp_path / "sft.yaml").write_text(SFT.format(**paths))
     run_ranks(1, _all_checks, tmp_path)
