@@ -1,4 +1,5 @@
-"""A rank of a PPO run is killed or stopped in each phase: the job is gone, the rank and its phase are named."""
+"""A rank of a PPO run is killed or stopped in each phase: the job is gone, the rank and its phase are named, and the
+next start goes on from the last checkpoint."""
 
 import json
 import os
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.dist.heartbeat import read_beats
 from tests.scripts.launched import LaunchedJob
 from tools.quickstart import make_model_folder
 
@@ -82,18 +84,60 @@ def test_a_rank_killed_between_two_buckets_of_a_sync_ends_the_job(tmp_path: Path
     assert "dies between two buckets" in (job.run_folder / "logs" / "rank_1.log").read_text()
 
 
-def test_a_run_on_two_nodes_stops_at_a_step_when_the_other_node_is_asked(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    job = start(tmp_path / "run", "num_steps=1000", nodes=2)
-    metrics = job.run_folder / "metrics.jsonl"
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
+def wait_for_step(job: LaunchedJob, step: int) -> None:
+    """Until the run has done so many steps."""
+    while not (done := steps_of(job)) or done[-1] < step:
         assert all(launcher.poll() is None for launcher in job.launchers), job.console
         job.look()
-        time.sleep(0.2)
+        time.sleep(0.1)
+
+
+def lines_of(job: LaunchedJob, name: str) -> list[dict]:
+    """Of a file of the run folder; a line that is being written is left out."""
+    path = job.run_folder / name
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+
+def steps_of(job: LaunchedJob) -> list[int]:
+    return [line["step"] for line in lines_of(job, "metrics.jsonl")]
+
+
+def without_clocks(job: LaunchedJob) -> list[dict]:
+    """Metrics as far as they do not depend on when they were measured, nor on which sync sent everything."""
+    changing = ("time/", "rate/", "clock/", "sync/")
+    return [{k: v for k, v in line.items() if not k.startswith(changing)} for line in lines_of(job, "metrics.jsonl")]
+
+
+def test_a_run_that_was_killed_and_stopped_on_two_nodes_ends_as_one_that_never_was(tmp_path: Path) -> None:
+    settings = ("num_steps=16", "checkpoint.every_steps=2", "checkpoint.asynchronous=false")
+    for name in ("whole", "run"):
+        (tmp_path / name).mkdir()
+    whole = start(tmp_path / "whole", *settings)
+    job = start(tmp_path / "run", *settings, nodes=2)
+    wait_for_step(job, 3)
+    os.kill(next(beat.pid for beat in read_beats(job.run_folder) if beat.rank == 1), signal.SIGKILL)
+    code, console, record = job.end()
+    assert (code, record["rank"]) == (3, 1), console
+    done = steps_of(job)[-1]
+
+    job = start(tmp_path / "run", *settings, nodes=2)
+    wait_for_step(job, done + 1)
+    from_step = int(job.console.partition("resume: from step ")[2].partition(" of 16")[0])
+    assert 0 <= done - from_step <= 2  # at most one interval is lost
     os.kill(job.launchers[1].pid, signal.SIGUSR1)
     code, console, record = job.end()
     assert (code, record["code"], record["reason"]) == (75, 75, "stopped on request"), console
-    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert steps[-1] < 1000
-    assert json.loads((job.run_folder / "summary.json").read_text())["steps"] == steps[-1]
+    done = steps_of(job)[-1]
+    assert done < 16
+    assert json.loads((job.run_folder / "summary.json").read_text())["steps"] == done
+    assert (job.run_folder / "checkpoints" / "latest").read_text().strip() == f"step_{done:08d}"
     assert all((job.run_folder / f"logs/rank_{rank}.log").stat().st_size > 100 for rank in range(2))
+
+    job = start(tmp_path / "run", *settings)  # on one node
+    code, console, _ = job.end(limit_s=120)
+    assert code == 0, console
+    assert f"resume: from step {done} of 16" in console
+    assert whole.end(limit_s=120)[0] == 0
+    assert without_clocks(job) == without_clocks(whole)
+    assert lines_of(job, "samples.jsonl") == lines_of(whole, "samples.jsonl")
+    assert not list((tmp_path / "run" / "runs").glob("death.*"))  # nothing was moved aside

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -283,7 +284,7 @@ def _sft_goes_on_too(start: Start) -> None:
 def _all_checks(folder: Path) -> None:
     torch.set_num_threads(1)
     start = Start(folder, GroupFactory(device_backend="gloo", timeout=timedelta(seconds=60)), io.StringIO())
-    with redirect_stdout(start.console):
+    with redirect_stdout(start.console), patch("rlhf.metrics.curves.draw_curves"):  # a picture takes a second
         loop = start.loop("whole")
         loop.run()
         assert not list((start.run("whole") / "checkpoints").glob("step_*"))  # nothing asked for any
