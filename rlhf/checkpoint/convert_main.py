@@ -1,16 +1,17 @@
 """Checkpoints from one format to another, and the proof that nothing changed.
 
     rlhf-convert to-megatron models/llama3_8b ckpt/llama3_8b --tp 2 --pp 2
+    rlhf-convert to-megatron models/llama3_8b ckpt/legacy --format legacy --tp 2 --pp 2
     rlhf-convert to-hf ckpt/llama3_8b models/back --shard-size 5GB
     rlhf-convert to-hf runs/ppo/checkpoints/step_00000100 models/critic --role critic
     rlhf-convert verify models/llama3_8b ckpt/llama3_8b --json report.json
     rlhf-convert inspect ckpt/llama3_8b
     torchrun --nproc-per-node 8 tools/convert_checkpoint.py to-megatron models/llama3_70b ckpt/llama3_70b --tp 8 --pp 4
 
-Reads Hugging Face folders (safetensors), converted folders, training checkpoints and Megatron-LM's distributed
-checkpoints. Blocks of at most 256 MiB are read and written one after the other, so memory does not grow with the model.
-A folder that is written appears when it is whole. Exit code 0; 1 when `verify` found a difference or `inspect` damage;
-2 for input that cannot be converted (torchrun makes 1 of both).
+Reads Hugging Face folders (safetensors), converted folders, training checkpoints and Megatron-LM's checkpoints,
+distributed (torch_dist) or legacy (mp_rank folders). Blocks of at most 256 MiB are read and written one after the
+other, so memory does not grow with the model. A folder that is written appears when it is whole. Exit code 0; 1 when
+`verify` found a difference or `inspect` damage; 2 for input that cannot be converted (torchrun makes 1 of both).
 """
 
 import argparse
@@ -61,13 +62,16 @@ def _to_hf(args: argparse.Namespace) -> int:
 def _to_megatron(args: argparse.Namespace) -> int:
     from rlhf.checkpoint.convert_plan import target_layout  # noqa: PLC0415
     from rlhf.checkpoint.convert_ranks import Crew, with_crew  # noqa: PLC0415
+    from rlhf.checkpoint.convert_to_legacy import to_legacy  # noqa: PLC0415
     from rlhf.checkpoint.convert_to_megatron import to_megatron  # noqa: PLC0415
     from rlhf.checkpoint.convert_whole import open_whole  # noqa: PLC0415
+
+    convert = to_megatron if args.format == "torch_dist" else partial(to_legacy, use_te=args.names == "te")
 
     def work(crew: Crew) -> int:
         parallel = crew.together(lambda: target_layout(**options.layout(args)))
         weights = open_whole(options.given(args), crew, check=args.check)
-        done = to_megatron(weights, args.out, crew, parallel=parallel, dtype=args.dtype, overwrite=args.overwrite)
+        done = convert(weights, args.out, crew, parallel=parallel, dtype=args.dtype, overwrite=args.overwrite)
         crew.lead(lambda: options.show(done.text(), done.as_json(), args.json))
         return 0
 
@@ -114,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     options.add_out(to_megatron)
     options.add_layout(to_megatron)
     options.add_check(to_megatron)
+    options.add_format(to_megatron)
     options.add_json(to_megatron)
     to_hf = commands.add_parser("to-hf", help="any checkpoint -> a Hugging Face folder")
     options.add_source(to_hf, "SOURCE")

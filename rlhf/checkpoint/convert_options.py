@@ -81,6 +81,22 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_format(parser: argparse.ArgumentParser) -> None:
+    """Which of Megatron-LM's formats is written."""
+    parser.add_argument(
+        "--format",
+        default="torch_dist",
+        choices=("torch_dist", "legacy"),
+        help="torch_dist loads into any layout; legacy is mp_rank folders, for this layout alone (torch_dist)",
+    )
+    parser.add_argument(
+        "--names",
+        default="te",
+        choices=("te", "local"),
+        help="of legacy: names of Transformer Engine's layers, Megatron-LM's default, or of its local ones (te)",
+    )
+
+
 def layout(args: argparse.Namespace) -> dict[str, Any]:
     """Sizes of the layout, by name."""
     return {**{name: getattr(args, name) for name in LAYOUT}, "layers_per_stage": args.layers_per_stage}

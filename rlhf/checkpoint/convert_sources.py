@@ -133,8 +133,12 @@ def open_weights(given: Given) -> Weights:
     from rlhf.checkpoint.convert_hf import HfWeights  # noqa: PLC0415  # they implement what is declared here
     from rlhf.checkpoint.convert_places import find_stored  # noqa: PLC0415
     from rlhf.checkpoint.convert_stored import StoredWeights  # noqa: PLC0415
+    from rlhf.checkpoint.legacy_weights import LegacyWeights, find_legacy  # noqa: PLC0415
 
     place = find_stored(path)
     if place is not None:
         return StoredWeights(place, given)
+    legacy = find_legacy(path)
+    if legacy is not None:
+        return LegacyWeights(legacy, given)
     return HfWeights(path)

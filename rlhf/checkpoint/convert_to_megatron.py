@@ -6,35 +6,31 @@ OUT/config.json, tokenizer.json, ...     of the Hugging Face folder, so that the
 OUT/conversion.json, manifest.json       what was converted; every file's size and checksum
 """
 
-import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from rlhf.checkpoint.convert_files import complete
 from rlhf.checkpoint.convert_megatron_args import common_state, megatron_args
 from rlhf.checkpoint.convert_options import LAYOUT
-from rlhf.checkpoint.convert_outcome import Outcome, peak_bytes, remarks_json
-from rlhf.checkpoint.convert_places import RECORD_FILE, RELEASE, TRACKER_FILE
+from rlhf.checkpoint.convert_outcome import Outcome, peak_bytes
+from rlhf.checkpoint.convert_places import RELEASE
 from rlhf.checkpoint.convert_plan import Part, PlannedFile, plan_files
 from rlhf.checkpoint.convert_ranks import Crew, appearing
 from rlhf.checkpoint.convert_sources import Place, Remark, Wanted, Weights, common_dtype
-from rlhf.checkpoint.convert_to_hf import model_config
 from rlhf.checkpoint.data_file import WrittenFile, write_data_file
-from rlhf.checkpoint.durable import flush_folder, write_file_whole
 from rlhf.checkpoint.file_plan import FilePlan, Window, plan_file
-from rlhf.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest
 from rlhf.checkpoint.state_checksum import StateChecksum
 from rlhf.checkpoint.torch_dist import data_file_name, write_metadata
 from rlhf.config.parallel import ParallelConfig
 from rlhf.families.registry import logical_tensors
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.families.spec import Part as Of
-from rlhf.families.writer import carried_files
 from rlhf.mcore.stored import extra_state_keys
 from rlhf.reshard.block import Block
 from rlhf.reshard.checksum import inside, wrapped
@@ -161,34 +157,18 @@ def _complete(
     args = megatron_args(weights.spec, parallel, dtype=dtype, ckpt_format="torch_dist")
     inside_it, empty = folder / RELEASE, extra_state_keys(weights.spec)
     inner = [*written, *write_metadata(inside_it, written, common=common_state(args), empty_objects=empty)]
-    record = {
-        "source": str(weights.path),
-        "source_kind": weights.kind,
-        "family": weights.spec.family,
-        "dtype": str(dtype).removeprefix("torch."),
-        "layout": {name: getattr(parallel, name) for name in (*LAYOUT, "layers_per_stage")},
-        **remarks_json((*weights.remarks, *replicated(weights.spec, parallel, head=weights.head))),
-    }
-    config = model_config(weights, dtype)
-    texts = {TRACKER_FILE: RELEASE, RECORD_FILE: _json(record), "config.json": _json(config)}
-    outer = [write_file_whole(folder, name, text.encode()) for name, text in texts.items()]
-    if weights.hf_files is not None:
-        outer += [write_file_whole(folder, path.name, path.read_bytes()) for path in carried_files(weights.hf_files)]
-    files = [*outer, *(replace(one, name=f"{RELEASE}/{one.name}") for one in inner)]
     sums = Counter[str]()
     for one in written:
         for key, number in one.sums.items():
             sums[key] += number
     num_bytes = sum(item.box.num_elements * item.dtype.itemsize for one in written for item in one.items)
-    manifest = Manifest(
-        step=0,
+    complete(
+        weights,
+        folder,
+        [replace(one, name=f"{RELEASE}/{one.name}") for one in inner],
+        parallel=parallel,
+        dtype=dtype,
         num_ranks=num_ranks,
-        files={one.name: FileRecord(one.size, one.checksum) for one in files},
         state=StateChecksum({key: wrapped(number) for key, number in sums.items()}, num_bytes),
+        remarks=(*weights.remarks, *replicated(weights.spec, parallel, head=weights.head)),
     )
-    write_file_whole(folder, MANIFEST_FILE, manifest.render())
-    flush_folder(folder)
-
-
-def _json(record: Mapping[str, object]) -> str:
-    return json.dumps(record, indent=1) + "\n"

@@ -1,0 +1,250 @@
+"""One file of Megatron-LM's legacy format, `model_optim_rng.pt`: what it says and where its tensors lie in it.
+
+The file is a pickle, and nothing of it is run: torch's weights_only reader builds plain values, tensors without
+elements, and the few classes named here; a file that asks for another is refused. Elements are read from their place,
+a window at a time, so memory does not grow with the file.
+"""
+
+import argparse
+import io
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from struct import Struct
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.serialization import (
+    add_safe_globals,
+    clear_safe_globals,
+    get_safe_globals,
+    get_unsafe_globals_in_checkpoint,
+)
+
+from rlhf.errors import CheckpointError
+from rlhf.reshard.layout import Box
+
+FILE_NAME = "model_optim_rng.pt"
+VERSION = 3.0
+"""Of the format; before it q, k and v lay in another order."""
+
+READ_BYTES = 8 * 2**20
+"""Upper size of a window, but for a single row that is longer."""
+
+_LOCAL_HEADER = Struct("<26xHH")
+"""Of an entry of a zip file: lengths of the name and of what stands between it and the content."""
+
+_CHUNK = re.compile(r"model\d*")
+
+
+class StandIn:
+    """A value of a class that is not built: Megatron's enums and layouts, arrays of random states."""
+
+    def __init__(self, *values: object) -> None:
+        self.values = values
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+
+_MEGATRON = (
+    "megatron.core.enums.Fp4Recipe",
+    "megatron.core.enums.Fp8Recipe",
+    "megatron.core.enums.ModelType",
+    "megatron.core.transformer.enums.AttnBackend",
+    "megatron.core.transformer.enums.AttnMaskType",
+    "megatron.core.transformer.enums.AttnType",
+    "megatron.core.transformer.enums.CudaGraphScope",
+    "megatron.core.transformer.enums.LayerType",
+    "megatron.core.transformer.enums.ModelType",
+    "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout",
+    "megatron.core.rerun_state_machine.RerunDiagnostic",
+    "megatron.core.rerun_state_machine.RerunMode",
+    "megatron.core.rerun_state_machine.RerunState",
+)
+_ARRAYS = tuple(
+    f"{package}{name}"
+    for name in ("multiarray._reconstruct", "multiarray.scalar")
+    for package in ("numpy.core.", "numpy._core.")
+)
+_OTHERS = ("numpy.ndarray", "numpy.dtype", "signal.Signals", "pathlib.PosixPath", "pathlib._local.PosixPath")
+ADMITTED: tuple[Any, ...] = (
+    argparse.Namespace,
+    io.BytesIO,
+    *((StandIn, name) for name in (*_MEGATRON, *_ARRAYS, *_OTHERS)),
+)
+"""What a file may hold beside plain values and tensors. The first two are what they are, the rest becomes StandIns."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    """First byte in the file; elements follow in row-major order."""
+
+
+@dataclass(frozen=True, slots=True)
+class LegacyFile:
+    """One rank's file, its tensors left where they are."""
+
+    path: Path
+    args: Mapping[str, object]
+    """Megatron-LM's arguments."""
+    chunks: tuple[Mapping[str, StoredTensor], ...]
+    """Tensors of each model chunk by Megatron's names."""
+    dropped: tuple[str, ...]
+    """What else is in it: extra states of modules (by name), entries that are no model."""
+
+
+def read_legacy_file(path: Path) -> LegacyFile:
+    """All of a file but the elements of its tensors.
+
+    Raises:
+        CheckpointError: It is missing, damaged, of another format or version, or would have to run code.
+    """
+    content = _unpickled(path)
+    version = content.get("checkpoint_version", 0)
+    if version != VERSION:
+        raise CheckpointError(
+            f"{path}: checkpoint_version {version}; needs {VERSION}, since older files order q, k and v otherwise; "
+            "load and save it with a newer Megatron-LM first"
+        )
+    args = content.get("args")
+    if not isinstance(args, argparse.Namespace):
+        raise CheckpointError(f"{path}: no args; needs Megatron-LM's arguments, which say how the model is cut")
+    chunks, dropped = _chunks(content, path)
+    return LegacyFile(path, dict(vars(args)), chunks, dropped)
+
+
+def read_block(stored: StoredTensor, handle: int, box: Box, into: Tensor, *, path: Path) -> None:
+    """Copy a block of a tensor, casting where the dtypes differ.
+
+    Args:
+        stored: The tensor.
+        handle: Of the open file.
+        box: The block, in the tensor's indices.
+        into: Of the box's shape, any strides.
+        path: Of the file, for a message.
+
+    Raises:
+        CheckpointError: The file is shorter than it was.
+    """
+    row_elements = prod(stored.shape[1:])
+    row_bytes = row_elements * stored.dtype.itemsize
+    (first, stop), columns = box.spans[0], (slice(None), *box.slices[1:])
+    step = max(1, READ_BYTES // row_bytes)
+    room = torch.empty(min(step, stop - first) * row_bytes, dtype=torch.uint8)
+    for at in range(first, stop, step):
+        rows = min(step, stop - at)
+        part = room[: rows * row_bytes]
+        memory, done = part.numpy().data, 0
+        while done < len(memory):
+            got = os.preadv(handle, [memory[done:]], stored.start + at * row_bytes + done)
+            if not got:
+                raise CheckpointError(f"{path}: ends early; needs the whole file; fetch it again")
+            done += got
+        block = part.view(stored.dtype).view(rows, *stored.shape[1:])
+        into[at - first : at - first + rows].copy_(block[columns])
+
+
+def _unpickled(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; needs one for each rank that Megatron-LM's args name")
+    if not zipfile.is_zipfile(path):
+        raise CheckpointError(
+            f"{path}: no zip archive, as torch.save writes since 1.6, or cut short; needs a whole one; fetch it again, "
+            "or load and save an older one with a newer torch"
+        )
+    try:
+        with _only_admitted():
+            unknown = sorted(get_unsafe_globals_in_checkpoint(path))
+            if unknown:
+                raise CheckpointError(
+                    f"{path}: asks for {', '.join(unknown)}; needs plain values, tensors and Megatron-LM's args alone, "
+                    "since anything else could run code; save it again without them, if you trust it"
+                )
+            found = torch.load(path, map_location="meta", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, KeyError, EOFError, OSError, TypeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({_first_line(error)}); needs a whole file") from error
+    except (AttributeError, IndexError, AssertionError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path}: cannot be read ({_first_line(error)}); needs a whole file") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: holds a {type(found).__name__}; needs Megatron-LM's dict of model and args")
+    return found
+
+
+@contextmanager
+def _only_admitted() -> Iterator[None]:
+    """Torch's reader admits what this file names, and not what other libraries added to its list."""
+    before = get_safe_globals()
+    clear_safe_globals()
+    add_safe_globals(list(ADMITTED))
+    try:
+        yield
+    finally:
+        clear_safe_globals()
+        add_safe_globals(before)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _chunks(content: Mapping[str, Any], path: Path) -> tuple[tuple[Mapping[str, StoredTensor], ...], tuple[str, ...]]:
+    """Tensors of each chunk, and what else is there."""
+    found = {key for key in content if _CHUNK.fullmatch(key)}
+    keys = ["model"] if found == {"model"} else [f"model{number}" for number in range(len(found))]
+    if set(keys) != found or not found:
+        named = ", ".join(sorted(found)) or "no model"
+        raise CheckpointError(f"{path}: holds {named}; needs model, or model0, model1 and so on, none left out")
+    places, chunks = _record_starts(path), []
+    dropped = [
+        key for key in ("optimizer", "opt_param_scheduler", "rng_state", "rerun_state_machine") if key in content
+    ]
+    for key in keys:
+        chunk = {}
+        for name, value in content[key].items():
+            if name.endswith("_extra_state"):
+                dropped.append(name)
+            elif isinstance(value, Tensor):
+                chunk[name] = _stored(name, value, places, path)
+            else:
+                raise CheckpointError(f"{path}: {name} is a {type(value).__name__}; needs a tensor")
+        chunks.append(chunk)
+    return tuple(chunks), tuple(dropped)
+
+
+def _stored(name: str, tensor: Tensor, places: Mapping[int, int], path: Path) -> StoredTensor:
+    storage = tensor.untyped_storage()
+    start = getattr(storage, "_checkpoint_offset", -1)
+    if places.get(start, -1) < storage.nbytes():
+        raise CheckpointError(f"{path}: no elements of {name} where they should be; needs a whole file; fetch it again")
+    if not tensor.is_contiguous() or not tensor.dtype.is_floating_point:
+        raise CheckpointError(
+            f"{path}: {name} is {tensor.dtype} of strides {tensor.stride()}; needs floating point in row-major order; "
+            "save it again that way"
+        )
+    at = start + int(tensor.storage_offset()) * tensor.dtype.itemsize
+    return StoredTensor(tuple(tensor.shape), tensor.dtype, at)
+
+
+def _record_starts(path: Path) -> Mapping[int, int]:
+    """First byte of each uncompressed entry of the archive, and how many bytes it has."""
+    found = {}
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        for entry in archive.infolist():
+            if entry.compress_type == zipfile.ZIP_STORED:
+                file.seek(entry.header_offset)
+                name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+                found[entry.header_offset + _LOCAL_HEADER.size + name + extra] = entry.file_size
+    return found
