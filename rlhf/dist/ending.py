@@ -17,7 +17,7 @@ from rlhf.dist.exit_record import ExitCode, ExitRecord, claim, exit_path, failur
 from rlhf.dist.heartbeat import FAILED, TERMINATED, Beat, Heart, process_state
 from rlhf.dist.rank_logs import RankLogs
 from rlhf.dist.watchdog import Blame, PeerView, dead_peer
-from rlhf.errors import CheckpointError, ConfigError, DataError, LayoutError
+from rlhf.errors import CheckpointError, ConfigError, DataError, LayoutError, SaveError
 
 _CONSEQUENCE = re.compile(r"gloo|nccl|connection|socket|timed out|peer|rendezvous|store", re.IGNORECASE)
 _KEEPERS = ("multiprocessing.resource_tracker", "torch_shm_manager")  # free shared memory once their users are gone
@@ -91,7 +91,7 @@ class Ending:
         reason = f"{type(error).__name__}: {error}"
         code = ExitCode.BAD_INPUT if bad_input else ExitCode.RANK_FAILED
         record = ExitRecord(code=code, reason=reason, rank=own.rank, reporter=own.rank, phase=own.phase)
-        self._fail(record, text, shown=str(error) if bad_input else text)
+        self._fail(record, text, shown=str(error) if bad_input or isinstance(error, SaveError) else text)
 
     def blamed(self, blame: Blame) -> NoReturn:
         """The watchdog found a rank that is lost or hangs; called on its thread."""

@@ -135,9 +135,7 @@ def _shards(model: MegatronModel, optimizer: Optimizer) -> Iterator[_Shard]:
             group, place = part.model_param_group_index_map[param]
             main = part.optimizer.param_groups[group]["params"][place]
             span = part._get_model_param_range_map(param)["param"]
-            assert main.numel() == span.size, (
-                f"{names[param]}: {main.numel()} elements for {span.size}"
-            )
+            assert main.numel() == span.size, f"{names[param]}: {main.numel()} elements for {span.size}"
             shards = {kind: moment.detach() for kind, moment in _moments(part.optimizer, main).items()}
             if param.dtype is not torch.float32:
                 shards[MASTER] = main.detach()

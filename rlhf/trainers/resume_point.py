@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch.distributed import ProcessGroup
 
-from rlhf.checkpoint.folder import newest_whole
+from rlhf.checkpoint.folder import newest_whole, saved
 from rlhf.checkpoint.whole import find_damage
 from rlhf.config.checkpoint import AUTO, NEVER
 from rlhf.dist.agree import first_does
@@ -49,6 +49,8 @@ def find_resume(
     if setting != AUTO:
         found = _named(Path(setting), own, found, group=group)
     if found is None:
+        if group.rank() == 0 and saved(own):
+            note(f"resume: no whole checkpoint in {own}; the run begins anew, and what is there is moved aside")
         return None
     is_own = _same(found.parent, own)
 

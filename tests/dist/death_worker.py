@@ -17,7 +17,7 @@ from rich.console import Console
 
 from rlhf.config.load import load_config
 from rlhf.dist.job import Ranks, job
-from rlhf.errors import DataError
+from rlhf.errors import DataError, SaveError
 
 
 def work(ranks: Ranks) -> None:
@@ -79,6 +79,13 @@ def never_begins_on_node_1(ranks: Ranks) -> None:
 def bad_data(ranks: Ranks) -> None:
     """What a loader does with a broken file."""
     raise DataError("rows.jsonl:3: not JSON; needs one object a line; mend the line")
+
+
+def stop_unsaved(ranks: Ranks) -> None:
+    """A stop that was agreed to, and then the disk is full."""
+    ranks.stop.path.touch()
+    work(ranks)
+    raise SaveError("checkpoint: the run ends after step 3 and could not be saved there")
 
 
 def crash_in_c(ranks: Ranks) -> None:

@@ -90,6 +90,13 @@ def test_bad_data_is_told_from_a_failed_rank(tmp_path: Path) -> None:
     assert "Traceback" in (tmp_path / "runs/death/logs/rank_0.log").read_text()
 
 
+def test_a_stop_that_could_not_be_saved_is_a_failure_and_no_75(tmp_path: Path) -> None:
+    done, record = run_alone(tmp_path, "stop_unsaved")
+    assert done.returncode == record["code"] == 3
+    assert record["reason"].startswith("SaveError: checkpoint: the run ends after step 3")
+    assert "Traceback" not in done.stdout
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
     done, record = run_alone(tmp_path, "finish", "job.device=cuda")

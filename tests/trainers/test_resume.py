@@ -213,6 +213,11 @@ def _a_damaged_checkpoint_is_left_out(start: Start, whole: dict) -> None:
     assert "resume: from step 2 of 6" in said
     last.run()
     same_end(start, last, "bad", whole)
+    for path in (start.run("stop") / "checkpoints").glob("step_*/manifest.json"):
+        path.unlink()  # no save was ever whole
+    assert start.loop("stop").start.step == 0
+    assert f"no whole checkpoint in {start.run('stop')}/checkpoints; the run begins anew" in start.said()
+    assert (start.run("stop.1") / "metrics.jsonl").exists()
 
 
 def _what_differs_is_said(start: Start) -> None:
