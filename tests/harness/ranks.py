@@ -1,28 +1,22 @@
 """Run one function on several gloo ranks on this machine's CPUs."""
 
-import os
-import tempfile
+import atexit
 from collections.abc import Callable
-from datetime import timedelta
 
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from tests.harness.rank_pool import RankPool
 
-
-def _worker(rank: int, world_size: int, store_path: str, fn: Callable[..., None], args: tuple) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    store = dist.FileStore(store_path, world_size)  # a file, so no port can be taken
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
-    try:
-        fn(*args)
-    finally:
-        dist.destroy_process_group()
+_POOL = RankPool()
+atexit.register(_POOL.close)
 
 
 def run_ranks(world_size: int, fn: Callable[..., None], *args: object) -> None:
     """Call fn(*args) on world_size ranks. The first rank to fail fails the caller.
 
-    fn must be importable (module level), for each rank is a spawned process.
+    fn must be importable (module level): each rank is a spawned process, kept for the calls that follow. It has the
+    caller's environment and a process group of its own. What it sets on modules and classes of this project and of
+    Megatron is undone afterwards; threads, child processes and changed settings of torch that it leaves are an error.
+
+    Raises:
+        RankError: A rank raised, died or left something behind.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, (world_size, f"{folder}/store", fn, args), nprocs=world_size)
+    _POOL.run(world_size, fn, args)
