@@ -167,7 +167,7 @@ def cpu_ranks(*, timeout_s: float) -> Iterator[CpuRanks]:
     place = _read_place()
     if place.one_host:
         _bind_loopback()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     threads = os.environ.get("OMP_NUM_THREADS")  # noqa: TID251
     if threads is None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_world_size))
@@ -178,6 +178,7 @@ def cpu_ranks(*, timeout_s: float) -> Iterator[CpuRanks]:
         yield CpuRanks(place.rank, place.world_size, groups, everyone)
     finally:
         dist.destroy_process_group()
+        signal.signal(signal.SIGTERM, before)
 
 
 class job:  # noqa: N801  # reads as `with job(config) as ranks`
