@@ -45,9 +45,9 @@ class HfWeights:
         self.remarks = (*self._needless(tensors), *tied_remark(self.spec, self.head))
 
     def read(self, wanted: Iterable[Wanted]) -> None:
-        """See `Weights`; a block at a time, so memory is the largest block's."""
+        """See `Weights`; memory is a few MiB."""
         for one in wanted:
-            one.into.copy_(self._folder.read(one.tensor, one.box.slices))
+            self._folder.read_into(one.tensor, one.box.slices, one.into)
 
     def _needless(self, tensors: Mapping[str, LogicalTensor]) -> list[Remark]:
         """Tensors of the folder that the model does not have, if each is known to be needless."""

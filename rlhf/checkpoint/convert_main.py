@@ -2,6 +2,7 @@
 
     rlhf-convert to-megatron models/llama3_8b ckpt/llama3_8b --tp 2 --pp 2
     rlhf-convert to-megatron models/llama3_8b ckpt/legacy --format legacy --tp 2 --pp 2
+    rlhf-convert to-megatron llama3-405b ckpt/llama3_405b --tp 8 --pp 16 --dry-run
     rlhf-convert to-hf ckpt/llama3_8b models/back --shard-size 5GB
     rlhf-convert to-hf runs/ppo/checkpoints/step_00000100 models/critic --role critic
     rlhf-convert verify models/llama3_8b ckpt/llama3_8b --json report.json
@@ -23,7 +24,7 @@ from pathlib import Path
 from rlhf.checkpoint import convert_options as options
 from rlhf.errors import RlhfError
 
-DIFFERENT = 1
+DIFFERENT = options.DIFFERENT
 BAD_INPUT = 2
 
 
@@ -51,6 +52,10 @@ def _to_hf(args: argparse.Namespace) -> int:
     from rlhf.checkpoint.convert_whole import open_whole  # noqa: PLC0415
 
     def work(crew: Crew) -> int:
+        if args.dry_run or args.dummy:
+            from rlhf.checkpoint.convert_trials import try_to_hf  # noqa: PLC0415
+
+            return try_to_hf(args, crew)
         weights = open_whole(options.given(args), crew, check=args.check)
         done = to_hf(weights, args.out, crew, dtype=args.dtype, shard_bytes=args.shard_size, overwrite=args.overwrite)
         crew.lead(lambda: options.show(done.text(), done.as_json(), args.json))
@@ -69,6 +74,10 @@ def _to_megatron(args: argparse.Namespace) -> int:
     convert = to_megatron if args.format == "torch_dist" else partial(to_legacy, use_te=args.names == "te")
 
     def work(crew: Crew) -> int:
+        if args.dry_run or args.dummy:
+            from rlhf.checkpoint.convert_trials import try_to_megatron  # noqa: PLC0415
+
+            return try_to_megatron(args, crew)
         parallel = crew.together(lambda: target_layout(**options.layout(args)))
         weights = open_whole(options.given(args), crew, check=args.check)
         done = convert(weights, args.out, crew, parallel=parallel, dtype=args.dtype, overwrite=args.overwrite)
@@ -119,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     options.add_layout(to_megatron)
     options.add_check(to_megatron)
     options.add_format(to_megatron)
+    options.add_trials(to_megatron)
     options.add_json(to_megatron)
     to_hf = commands.add_parser("to-hf", help="any checkpoint -> a Hugging Face folder")
     options.add_source(to_hf, "SOURCE")
@@ -131,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
         help="upper size of a safetensors file: 5GB, 500MB, 2GiB (5GB)",
     )
     options.add_check(to_hf)
+    options.add_trials(to_hf)
     options.add_json(to_hf)
     verify = commands.add_parser("verify", help="do two checkpoints hold the same model?")
     verify.add_argument("a", type=Path, metavar="A", help="a checkpoint's folder, in any format")

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+DIFFERENT = 1
+"""Exit code of a comparison that found a difference."""
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 LAYOUT = {
@@ -94,6 +97,24 @@ def add_format(parser: argparse.ArgumentParser) -> None:
         default="te",
         choices=("te", "local"),
         help="of legacy: names of Transformer Engine's layers, Megatron-LM's default, or of its local ones (te)",
+    )
+
+
+def add_trials(parser: argparse.ArgumentParser) -> None:
+    """Conversions without a checkpoint."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="say files, sizes and memory and write nothing; SOURCE may be a published model's name, llama3-70b",
+    )
+    which.add_argument(
+        "--dummy",
+        action="store_true",
+        help="make weights up, convert them through real files, measure beside a plain copy, and remove all of it",
+    )
+    parser.add_argument(
+        "--processes", type=_count, default=1, metavar="N", help="of --dry-run: that will convert together (1)"
     )
 
 

@@ -4,6 +4,7 @@ import re
 import resource
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,5 +93,11 @@ def remarks_json(remarks: Iterable[Remark]) -> dict[str, object]:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had so far."""
+    """The most memory that this process has had so far, or since `forget_peak`."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def forget_peak() -> None:
+    """Let `peak_bytes` count from now on; where the system does not allow it, it goes on from the start."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")

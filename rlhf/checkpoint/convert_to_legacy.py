@@ -24,11 +24,12 @@ from rlhf.checkpoint.convert_sources import Wanted, Weights, common_dtype
 from rlhf.checkpoint.convert_to_megatron import replicated, said
 from rlhf.checkpoint.data_file import WrittenFile
 from rlhf.checkpoint.file_sum import sum_at
-from rlhf.checkpoint.legacy_file import FILE_NAME, READ_BYTES, StoredTensor, read_legacy_file
+from rlhf.checkpoint.legacy_file import FILE_NAME, read_legacy_file
 from rlhf.checkpoint.legacy_frame import write_at, write_frame
 from rlhf.checkpoint.legacy_layout import ranks_of_folders
 from rlhf.checkpoint.state_checksum import StateChecksum
 from rlhf.config.parallel import ParallelConfig
+from rlhf.families.raw_tensor import READ_BYTES, RawTensor
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.layout import EMBEDDING, OUTPUT, layers_before, megatron_layout, param_shapes
 from rlhf.mcore.param_names import local_name, module_name
@@ -90,7 +91,7 @@ def to_legacy(
     kept = crew.together(lambda: common_dtype(weights, dtype))
     target = LegacyTarget(weights.spec, weights.head, parallel, kept, use_te)
     ranks = crew.together(lambda: ranks_of_folders(parallel, target.layout, where=str(folder)))
-    names, sizes = list(ranks), [_num_bytes(target, rank) for rank in ranks.values()]
+    names, sizes = list(ranks), [rank_bytes(target, rank) for rank in ranks.values()]
     remarks = (*weights.remarks, *replicated(weights.spec, parallel, head=weights.head))
     with appearing(folder, weights.path, crew, overwrite=overwrite) as partial:
         places = crew.share(sizes)
@@ -142,7 +143,8 @@ def chunks_of_rank(target: LegacyTarget, rank: int) -> list[dict[str, tuple[int,
     return chunks
 
 
-def _num_bytes(target: LegacyTarget, rank: int) -> int:
+def rank_bytes(target: LegacyTarget, rank: int) -> int:
+    """Of all elements in a rank's file."""
     shapes = [shape for chunk in chunks_of_rank(target, rank) for shape in chunk.values()]
     return sum(torch.Size(shape).numel() for shape in shapes) * target.dtype.itemsize
 
@@ -170,7 +172,7 @@ def _write(weights: Weights, folder: Path, name: str, rank: int, target: LegacyT
     return WrittenFile(str(path.relative_to(folder)), size, wrapped(total), (), {})
 
 
-def _placed(path: Path, target: LegacyTarget, rank: int) -> Mapping[str, StoredTensor]:
+def _placed(path: Path, target: LegacyTarget, rank: int) -> Mapping[str, RawTensor]:
     """Where the elements of each parameter go, read from the file as any reader would."""
     before = layers_before(target.spec, target.parallel, rank // target.parallel.tp % target.parallel.pp)
     return {
@@ -180,7 +182,7 @@ def _placed(path: Path, target: LegacyTarget, rank: int) -> Mapping[str, StoredT
     }
 
 
-def _fill(weights: Weights, handle: int, stored: StoredTensor, pieces: list[ParamLayout], *, is_padded: bool) -> int:
+def _fill(weights: Weights, handle: int, stored: RawTensor, pieces: list[ParamLayout], *, is_padded: bool) -> int:
     """Write a parameter's elements; the sum of them as bytes of the file. Padding is zeros."""
     row_elements = torch.Size(stored.shape[1:]).numel()
     row_bytes, total = row_elements * stored.dtype.itemsize, 0

@@ -102,13 +102,18 @@ def replicated(spec: ModelSpec, parallel: ParallelConfig, *, head: Head) -> tupl
 _WHOLE = {Of.ATTN_NORM, Of.MLP_NORM, Of.FINAL_NORM, Of.Q_NORM, Of.K_NORM, Of.ROUTER, Of.VALUE_HEAD}
 
 
-def _write(weights: Weights, folder: Path, file: PlannedFile, dtype: torch.dtype) -> WrittenFile:
-    """One data file, a window of a few MiB after the other."""
+def planned_items(file: PlannedFile, dtype: torch.dtype) -> FilePlan:
+    """Where what lies in a file."""
     blocks = [
         Block(chunk.key, chunk.shape, chunk.box, torch.empty(chunk.box.shape, dtype=dtype, device="meta"))
         for chunk in file.chunks
     ]
-    plan = plan_file(blocks)
+    return plan_file(blocks)
+
+
+def _write(weights: Weights, folder: Path, file: PlannedFile, dtype: torch.dtype) -> WrittenFile:
+    """One data file, a window of a few MiB after the other."""
+    plan = planned_items(file, dtype)
     return write_data_file(folder, data_file_name(file.rank), plan, _source(weights, file, plan))
 
 

@@ -7,14 +7,12 @@ a window at a time, so memory does not grow with the file.
 
 import argparse
 import io
-import os
 import pickle
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from struct import Struct
 from typing import Any
@@ -29,14 +27,11 @@ from torch.serialization import (
 )
 
 from rlhf.errors import CheckpointError
-from rlhf.reshard.layout import Box
+from rlhf.families.raw_tensor import RawTensor
 
 FILE_NAME = "model_optim_rng.pt"
 VERSION = 3.0
 """Of the format; before it q, k and v lay in another order."""
-
-READ_BYTES = 8 * 2**20
-"""Upper size of a window, but for a single row that is longer."""
 
 _LOCAL_HEADER = Struct("<26xHH")
 """Of an entry of a zip file: lengths of the name and of what stands between it and the content."""
@@ -84,23 +79,13 @@ ADMITTED: tuple[Any, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor in a file."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    start: int
-    """First byte in the file; elements follow in row-major order."""
-
-
-@dataclass(frozen=True, slots=True)
 class LegacyFile:
     """One rank's file, its tensors left where they are."""
 
     path: Path
     args: Mapping[str, object]
     """Megatron-LM's arguments."""
-    chunks: tuple[Mapping[str, StoredTensor], ...]
+    chunks: tuple[Mapping[str, RawTensor], ...]
     """Tensors of each model chunk by Megatron's names."""
     dropped: tuple[str, ...]
     """What else is in it: extra states of modules (by name), entries that are no model."""
@@ -124,37 +109,6 @@ def read_legacy_file(path: Path) -> LegacyFile:
         raise CheckpointError(f"{path}: no args; needs Megatron-LM's arguments, which say how the model is cut")
     chunks, dropped = _chunks(content, path)
     return LegacyFile(path, dict(vars(args)), chunks, dropped)
-
-
-def read_block(stored: StoredTensor, handle: int, box: Box, into: Tensor, *, path: Path) -> None:
-    """Copy a block of a tensor, casting where the dtypes differ.
-
-    Args:
-        stored: The tensor.
-        handle: Of the open file.
-        box: The block, in the tensor's indices.
-        into: Of the box's shape, any strides.
-        path: Of the file, for a message.
-
-    Raises:
-        CheckpointError: The file is shorter than it was.
-    """
-    row_elements = prod(stored.shape[1:])
-    row_bytes = row_elements * stored.dtype.itemsize
-    (first, stop), columns = box.spans[0], (slice(None), *box.slices[1:])
-    step = max(1, READ_BYTES // row_bytes)
-    room = torch.empty(min(step, stop - first) * row_bytes, dtype=torch.uint8)
-    for at in range(first, stop, step):
-        rows = min(step, stop - at)
-        part = room[: rows * row_bytes]
-        memory, done = part.numpy().data, 0
-        while done < len(memory):
-            got = os.preadv(handle, [memory[done:]], stored.start + at * row_bytes + done)
-            if not got:
-                raise CheckpointError(f"{path}: ends early; needs the whole file; fetch it again")
-            done += got
-        block = part.view(stored.dtype).view(rows, *stored.shape[1:])
-        into[at - first : at - first + rows].copy_(block[columns])
 
 
 def _unpickled(path: Path) -> Mapping[str, Any]:
@@ -200,7 +154,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _chunks(content: Mapping[str, Any], path: Path) -> tuple[tuple[Mapping[str, StoredTensor], ...], tuple[str, ...]]:
+def _chunks(content: Mapping[str, Any], path: Path) -> tuple[tuple[Mapping[str, RawTensor], ...], tuple[str, ...]]:
     """Tensors of each chunk, and what else is there."""
     found = {key for key in content if _CHUNK.fullmatch(key)}
     keys = ["model"] if found == {"model"} else [f"model{number}" for number in range(len(found))]
@@ -224,7 +178,7 @@ def _chunks(content: Mapping[str, Any], path: Path) -> tuple[tuple[Mapping[str, 
     return tuple(chunks), tuple(dropped)
 
 
-def _stored(name: str, tensor: Tensor, places: Mapping[int, int], path: Path) -> StoredTensor:
+def _stored(name: str, tensor: Tensor, places: Mapping[int, int], path: Path) -> RawTensor:
     storage = tensor.untyped_storage()
     start = getattr(storage, "_checkpoint_offset", -1)
     if places.get(start, -1) < storage.nbytes():
@@ -235,7 +189,7 @@ def _stored(name: str, tensor: Tensor, places: Mapping[int, int], path: Path) ->
             "save it again that way"
         )
     at = start + int(tensor.storage_offset()) * tensor.dtype.itemsize
-    return StoredTensor(tuple(tensor.shape), tensor.dtype, at)
+    return RawTensor(tuple(tensor.shape), tensor.dtype, at)
 
 
 def _record_starts(path: Path) -> Mapping[int, int]:

@@ -19,23 +19,28 @@ class _Frame:
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
+        self._run = bytearray()  # what is to be written at `at`: torch writes many small parts
         self.at = 0
         self.sum = 0
 
     def write(self, part: Sequence[int]) -> int:
-        content = bytes(part)
-        write_at(self._handle, memoryview(content), self.at)
-        if content:
-            self.sum += sum_at(self.at, torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        self.at += len(content)
-        return len(content)
+        self._run += bytes(part)
+        return len(part)
 
     def seek(self, offset: int, whence: int) -> None:
         assert whence == os.SEEK_CUR, f"torch.save moved by whence {whence}"
+        self.write_run()
         self.at += offset
 
     def flush(self) -> None:
         pass
+
+    def write_run(self) -> None:
+        if self._run:
+            write_at(self._handle, memoryview(self._run), self.at)
+            self.sum += sum_at(self.at, torch.frombuffer(self._run, dtype=torch.uint8))
+            self.at += len(self._run)
+            self._run = bytearray()
 
 
 def write_frame(path: Path, entries: Mapping[str, Any]) -> tuple[int, int]:
@@ -56,6 +61,7 @@ def write_frame(path: Path, entries: Mapping[str, Any]) -> tuple[int, int]:
         frame = _Frame(handle)
         with skip_data():
             torch.save(dict(entries), cast(IO[bytes], frame))
+        frame.write_run()
         os.posix_fallocate(handle, 0, frame.at)
     finally:
         os.close(handle)

@@ -14,9 +14,9 @@ from rlhf.checkpoint.convert_options import Given
 from rlhf.checkpoint.convert_places import TRACKER_FILE, tracked_name
 from rlhf.checkpoint.convert_sources import Place, Remark, Wanted
 from rlhf.checkpoint.file_plan import contiguous_parts
-from rlhf.checkpoint.legacy_file import READ_BYTES, StoredTensor, read_block
 from rlhf.checkpoint.legacy_layout import LegacyFiles, legacy_folders, ranks_of_folders
 from rlhf.errors import CheckpointError
+from rlhf.families.raw_tensor import READ_BYTES, RawTensor
 from rlhf.families.registry import head_of, logical_tensors, read_json, spec_of
 from rlhf.families.spec import Head, LogicalTensor, ModelSpec, Part
 from rlhf.mcore.layout import EMBEDDING, layers_before, megatron_layout, param_shapes
@@ -31,7 +31,7 @@ class _Held:
     """A block of a logical tensor in a file."""
 
     path: Path
-    stored: StoredTensor
+    stored: RawTensor
     piece: ParamLayout
 
 
@@ -106,7 +106,7 @@ class LegacyWeights:
             stage = rank // parallel.tp % parallel.pp
             file = files.of(name)
             shapes = param_shapes(spec, parallel, head=self.head, stage=stage)
-            stored: dict[str, StoredTensor] = {}
+            stored: dict[str, RawTensor] = {}
             for before, chunk in zip(layers_before(spec, parallel, stage), file.chunks, strict=True):
                 stored |= {local_name(key, before): tensor for key, tensor in chunk.items()}
             _check(file.path, stored, shapes, self.spec)
@@ -157,9 +157,7 @@ def _args_spec(args: Mapping[str, object]) -> ModelSpec | None:
         return None  # of a model that another source describes
 
 
-def _check(
-    path: Path, stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec
-) -> None:
+def _check(path: Path, stored: Mapping[str, RawTensor], shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec) -> None:
     """Every parameter of the rank is there in its shape, and nothing else."""
     for name, shape in shapes.items():
         if name not in stored:
@@ -220,7 +218,7 @@ def _read(held: _Held, wanted: Wanted, handle: int) -> None:
     common = held.piece.box.intersect(wanted.box)
     if common is not None:
         into = wanted.into[common.shift(tuple(-start for start, _ in wanted.box.spans)).slices]
-        read_block(held.stored, handle, held.piece.param_box(common), into, path=held.path)
+        held.stored.read(handle, held.piece.param_box(common).slices, into, path=held.path)
 
 
 def _compare(held: _Held, wanted: Wanted, handle: int, first: Path) -> None:
@@ -229,7 +227,7 @@ def _compare(held: _Held, wanted: Wanted, handle: int, first: Path) -> None:
     for part in contiguous_parts(common, READ_BYTES // held.stored.dtype.itemsize) if common else []:
         read = wanted.into[part.shift(tuple(-start for start, _ in wanted.box.spans)).slices]
         copy = torch.empty_like(read)
-        read_block(held.stored, handle, held.piece.param_box(part), copy, path=held.path)
+        held.stored.read(handle, held.piece.param_box(part).slices, copy, path=held.path)
         if not torch.equal(copy.contiguous().view(torch.uint8), read.contiguous().view(torch.uint8)):
             raise CheckpointError(
                 f"{held.path}: {wanted.tensor} differs from that in {first}; needs the same in both, which replicas "

@@ -43,6 +43,30 @@ def test_slices_equal_the_whole(folder):
     assert torch.equal(files.read("c", (slice(0, 3), slice(0, 4))), whole["c"])
 
 
+def test_blocks_go_into_any_memory_of_any_dtype(folder):
+    files, whole = HfFolder(folder), tensors()
+    into = torch.zeros(5, 8, dtype=torch.bfloat16)
+    files.read_into("a", (slice(3, 7), slice(1, 4)), into.t()[2:6, 1:4])
+    expected = torch.zeros(8, 5)
+    expected[2:6, 1:4] = whole["a"][3:7, 1:4]
+    assert torch.equal(into, expected.t().bfloat16())
+    straight = torch.zeros(9, 5)
+    files.read_into("a", (slice(2, 7), slice(0, 5)), straight[1:6])
+    assert torch.equal(straight[1:6], whole["a"][2:7])
+    assert not straight[[0, 6, 7, 8]].any()
+
+
+def test_a_file_that_shrinks_under_a_reader_is_named(tmp_path):
+    save_file({"a": tensors()["a"]}, tmp_path / SINGLE_FILE)
+    files, content = HfFolder(tmp_path), (tmp_path / SINGLE_FILE).read_bytes()
+    files.read("a", (slice(0, 7), slice(0, 5)))
+    (tmp_path / "cut").write_bytes(content[:-8])
+    (tmp_path / "cut").replace(tmp_path / SINGLE_FILE)
+    end = len(content) - 8
+    with pytest.raises(CheckpointError, match=rf"{SINGLE_FILE}: ends at byte {end}; needs the whole file"):
+        files.read("a", (slice(0, 7), slice(0, 5)))
+
+
 def test_missing_tensor_and_wrong_shape_are_named(folder):
     files = HfFolder(folder)
     with pytest.raises(CheckpointError, match="no tensor lost"):
