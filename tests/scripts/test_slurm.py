@@ -10,9 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from rlhf.dist.heartbeat import read_beats
 from tests.harness.slurm_cluster import BatchJob, SlurmCluster, need_slurm
+from tests.mcore.tiny import make_checkpoint
 from tests.scripts.launched import CONFIG, REPO
 from tools.quickstart import make_model_folder
 
@@ -197,7 +200,6 @@ def test_a_second_job_of_one_name_leaves_the_first_one_its_record(cluster: Slurm
     ("script", "root", "reason"),
     [
         ("generate", REPO, "tools/generate.py: not in this checkout"),
-        ("convert", REPO, "tools/convert_checkpoint.py: not in this checkout"),
         ("train", "/nowhere", "/nowhere: not the project's folder"),
     ],
 )
@@ -209,21 +211,24 @@ def test_a_script_says_what_is_missing(
     assert reason in job.output
 
 
-def test_conversion_runs_as_one_process_or_as_ranks_on_every_node(cluster: SlurmCluster, tmp_path: Path) -> None:
-    (tmp_path / "root" / "tools").mkdir(parents=True)
-    (tmp_path / "root" / "scripts").symlink_to(REPO / "scripts")
-    place = '"rank", *map(str, map(os.environ.get, ("RANK", "WORLD_SIZE")))'
-    says = f'import os, sys; os.write(1, " ".join([{place}, *sys.argv[1:], "\\n"]).encode())'  # whole lines
-    (tmp_path / "root" / "tools" / "convert_checkpoint.py").write_text(says)
-    output = ""
-    for ranks, nodes in ((1, 1), (2, 2)):
-        arguments = (f"--nodes={nodes}", SCRIPTS / "convert.sbatch", "to-hf", "--here")
-        env = {"RLHF_ROOT": str(tmp_path / "root"), "CONVERT_RANKS": str(ranks)}
-        job = submit(cluster, tmp_path, *arguments, **env)
+def test_conversion_runs_as_ranks_on_every_node_or_as_one_process(cluster: SlurmCluster, tmp_path: Path) -> None:
+    source, there, back = (tmp_path / name for name in ("model", "there", "back"))
+    make_checkpoint("llama", source)
+    for ranks, nodes, command in (
+        (2, 2, ("to-megatron", source, there, "--tp", "2", "--pp", "2")),
+        (1, 1, ("to-hf", there, back)),
+    ):
+        arguments = (f"--nodes={nodes}", SCRIPTS / "convert.sbatch", *command)
+        job = submit(cluster, tmp_path, *arguments, RLHF_ROOT=str(REPO), CONVERT_RANKS=str(ranks))
         assert job.wait_for_end() == ("COMPLETED", "0")
-        output = job.output
-    said = sorted(line for line in output.splitlines() if line.startswith("rank"))
-    assert said == [*(f"rank {rank} 4 to-hf --here " for rank in range(4)), "rank None None to-hf --here "]
+        assert f"-> {command[2]}" in job.output
+        assert (" of 4 processes" in job.output) == (ranks == 2)
+    found, expected = (load_file(folder / "model.safetensors") for folder in (back, source))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    job = submit(cluster, tmp_path, SCRIPTS / "convert.sbatch", "to-hf", there, back, RLHF_ROOT=str(REPO))
+    assert job.wait_for_end() == ("FAILED", "2")
+    assert f"{back}: exists" in job.output
 
 
 def test_srun_opens_the_container_where_it_can(tmp_path: Path) -> None:
