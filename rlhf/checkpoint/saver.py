@@ -35,6 +35,8 @@ class Content:
     """Together with those of all other ranks: each element of each stored tensor once."""
     files: Mapping[str, bytes]
     """By name relative to the checkpoint's folder (`roles/actor.json`); one rank brings a name, no other does."""
+    empty_objects: tuple[str, ...] = ()
+    """Keys of objects without content, see `write_metadata`; ranks may bring the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class _Report:
     """What a rank says when it has written its share."""
 
     files: tuple[WrittenFile, ...]
+    empty_objects: tuple[str, ...]
     fault: str | None
 
 
@@ -101,10 +104,12 @@ class Saver:
         if self._host is None:
             memory = streamed(plan, content.blocks)
             self._running = Future()
-            self._running.set_result(self._write(step, plan, memory, content.files))
+            self._running.set_result(self._write(step, plan, memory, content))
             return
         self._host.take(plan, content.blocks)
-        self._running = self._thread.submit(self._write, step, plan, self._host.of, content.files)
+        self._running = self._thread.submit(
+            self._write, step, plan, self._host.of, Content((), content.files, content.empty_objects)
+        )
 
     def wait(self) -> Path | None:
         """Wait until the last save has ended; its folder, or None when it failed or nothing was saved. Collective.
@@ -120,16 +125,14 @@ class Saver:
             self._plan = (alike, plan_file(blocks))
         return self._plan[1]
 
-    def _write(
-        self, step: int, plan: FilePlan, memory: Callable[[Window], Tensor], files: Mapping[str, bytes]
-    ) -> Path | None:
+    def _write(self, step: int, plan: FilePlan, memory: Callable[[Window], Tensor], content: Content) -> Path | None:
         """All of a save but the copy."""
         leads = self._number == 0
         partial, fault = from_first(self._begin(step) if leads else (None, None), self._group)
         if partial is None:
             self._failed(step, fault)
             return None
-        reports = to_first(self._write_share(partial, plan, memory, files), self._group)
+        reports = to_first(self._write_share(partial, plan, memory, content), self._group)
         fault = from_first(self._complete(step, partial, reports) if leads else None, self._group)
         if fault is not None:
             self._failed(step, fault)
@@ -144,26 +147,26 @@ class Saver:
             return None, _said(error)
 
     def _write_share(
-        self, partial: Path, plan: FilePlan, memory: Callable[[Window], Tensor], files: Mapping[str, bytes]
+        self, partial: Path, plan: FilePlan, memory: Callable[[Window], Tensor], content: Content
     ) -> _Report:
         """This rank's files."""
         written: list[WrittenFile] = []
         try:
             if plan.items:
                 written.append(write_data_file(partial, data_file_name(self._number), plan, memory))
-            for name, content in files.items():
+            for name, text in content.files.items():
                 check_name(name)
-                written.append(write_file_whole(partial, name, content))
+                written.append(write_file_whole(partial, name, text))
         except (OSError, CheckpointError) as error:
-            return _Report((), _said(error))
-        return _Report(tuple(written), None)
+            return _Report((), (), _said(error))
+        return _Report(tuple(written), content.empty_objects, None)
 
     def _complete(self, step: int, partial: Path, reports: Sequence[_Report]) -> str | None:
         """On the first rank: make a folder of files a checkpoint. What went wrong, or None."""
         faults = [f"rank {number}: {one.fault}" for number, one in enumerate(reports) if one.fault is not None]
         if not faults:
             try:
-                self._finish(step, partial, [file for one in reports for file in one.files])
+                self._finish(step, partial, reports)
             except (OSError, CheckpointError) as error:
                 faults = [_said(error)]
         if not faults:
@@ -171,8 +174,10 @@ class Saver:
         rmtree(partial, ignore_errors=True)
         return faults[0] + (f" (and {len(faults) - 1} more ranks)" if len(faults) > 1 else "")
 
-    def _finish(self, step: int, partial: Path, written: Sequence[WrittenFile]) -> None:
-        files = [*written, *write_metadata(partial, written, common={"iteration": step})]
+    def _finish(self, step: int, partial: Path, reports: Sequence[_Report]) -> None:
+        written = [file for one in reports for file in one.files]
+        objects = sorted({key for one in reports for key in one.empty_objects})
+        files = [*written, *write_metadata(partial, written, common={"iteration": step}, empty_objects=objects)]
         sums, num_bytes = Counter[str](), 0
         for file in written:
             for key, number in file.sums.items():
