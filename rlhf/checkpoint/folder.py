@@ -77,12 +77,12 @@ def newest_whole(folder: Path, *, group: ProcessGroup | None, note: Callable[[st
     if leads:
         put_back(folder)
     order = from_first(in_order(folder) if leads else [], group)
-    for path, next_one in zip(order, [*order[1:], None], strict=False):
+    for at, path in enumerate(order):
         damage = find_damage(path, group=group)
         if damage is None:
             return path
         if leads:
-            then = f"trying {next_one.name}" if next_one is not None else "there is no other"
+            then = f"trying {order[at + 1].name}" if at + 1 < len(order) else "there is no other"
             note(f"checkpoint {path} is damaged: {damage}; {then}")
     return None
 

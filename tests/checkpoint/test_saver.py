@@ -1,0 +1,297 @@
+"""Saves that end well, that fail, and that are killed: what a resume finds afterwards."""
+
+import errno
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlhf.checkpoint.folder import newest_whole, saved, step_name
+from rlhf.checkpoint.load import check_state, load
+from rlhf.checkpoint.manifest import read_manifest
+from rlhf.checkpoint.saver import Content, Saver
+from rlhf.checkpoint.whole import find_damage
+from rlhf.errors import CheckpointError
+from tests.checkpoint.stored_blocks import block, tensors, uneven_shares, wholes
+from tests.harness.ranks import run_ranks
+
+REPO = Path(__file__).parents[2]
+
+
+def saver(
+    folder: Path, notes: list[str], *, asynchronous: bool = False, keep_last: int = 2, keep_every: int = 0
+) -> Saver:
+    return Saver(
+        folder, group=None, keep_last=keep_last, keep_every=keep_every, asynchronous=asynchronous, note=notes.append
+    )
+
+
+def content(step: int) -> Content:
+    return Content(wholes(tensors(step)), {"driver.json": b"{}", "roles/actor.json": b'{"steps": %d}' % step})
+
+
+def loaded(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    found = {key: torch.zeros_like(tensor) for key, tensor in tensors().items()}
+    load(path, wholes(found), group=None)
+    return found
+
+
+def same(found: dict[str, torch.Tensor], step: int) -> bool:
+    return all(torch.equal(found[key], tensor) for key, tensor in tensors(step).items())
+
+
+def three_steps(folder: Path) -> list[str]:
+    """A folder with steps 1, 2 and 3; what the saver said."""
+    notes: list[str] = []
+    one = saver(folder, notes, keep_last=3)
+    for step in (1, 2, 3):
+        one.save(step, content(step))
+    one.wait()
+    return notes
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_kept_and_what_latest_names(tmp_path, asynchronous):
+    notes: list[str] = []
+    one = saver(tmp_path, notes, asynchronous=asynchronous, keep_every=4)
+    assert one.wait() is None
+    for step in (2, 4, 6, 8, 9, 10):
+        one.save(step, content(step))
+    assert one.wait() == tmp_path / "step_00000010"
+    assert [path.name for path in saved(tmp_path)] == [step_name(step) for step in (10, 9, 8, 4)]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+    assert (tmp_path / "latest").read_text() == "step_00000010\n"
+    assert same(loaded(tmp_path / "step_00000004"), 4)
+    assert (tmp_path / "step_00000010/roles/actor.json").read_bytes() == b'{"steps": 10}'
+    assert newest_whole(tmp_path, group=None, note=notes.append) == tmp_path / "step_00000010"
+    assert not notes
+
+
+def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(tmp_path):
+    three_steps(tmp_path)
+    data = tmp_path / "step_00000002/__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-1])
+    notes: list[str] = []
+    one = saver(tmp_path, notes, keep_last=3)
+    one.save(4, content(4))
+    assert [path.name for path in saved(tmp_path)] == [step_name(step) for step in (4, 3, 1)]
+
+
+def test_a_run_that_went_back_goes_on_from_where_it_went_to(tmp_path):
+    """Step 3 is of a past that the run has left; it is found only when nothing else is whole."""
+    three_steps(tmp_path)
+    shutil.rmtree(tmp_path / "step_00000002")
+    notes: list[str] = []
+    saver(tmp_path, notes).save(2, content(2))
+    assert newest_whole(tmp_path, group=None, note=notes.append) == tmp_path / "step_00000002"
+    for name in ("step_00000002", "step_00000001"):
+        (tmp_path / name / "manifest.json").unlink()
+    assert newest_whole(tmp_path, group=None, note=notes.append) == tmp_path / "step_00000003"
+
+
+def test_any_flipped_or_missing_byte_of_any_file_is_found_and_the_one_before_taken(tmp_path):
+    three_steps(tmp_path)
+    victim = tmp_path / step_name(3)
+    files = sorted(path for path in victim.rglob("*") if path.is_file())
+    assert {path.name for path in files} >= {".metadata", "common.pt", "manifest.json", "__0_0.distcp", "actor.json"}
+    for path in files:
+        whole = path.read_bytes()
+        places = sorted({*range(0, len(whole), max(1, len(whole) // 40)), len(whole) - 1})
+        damaged = [whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :] for at in places]
+        for content_now in [*damaged, whole[:-1], whole[: len(whole) // 2], b"", whole + b"\0"]:
+            path.write_bytes(content_now)
+            damage = find_damage(victim, group=None)
+            assert damage is not None, path
+            assert path.name in damage, damage
+        path.unlink()
+        assert path.name in find_damage(victim, group=None)
+        notes: list[str] = []
+        assert newest_whole(tmp_path, group=None, note=notes.append) == tmp_path / step_name(2)
+        assert len(notes) == 1
+        assert path.name in notes[0]
+        assert "step_00000003" in notes[0]
+        assert notes[0].endswith("trying step_00000002")
+        path.write_bytes(whole)
+    assert find_damage(victim, group=None) is None
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "mkdir", "rename"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_disk_that_refuses_any_call_costs_that_save_alone(tmp_path, monkeypatch, call, asynchronous):
+    notes: list[str] = []
+    one = saver(tmp_path, notes, asynchronous=asynchronous)
+    one.save(1, content(1))
+    one.wait()
+    real, refused, step = getattr(os, call), 0, 2
+    for number in range(1, 100):
+        count = 0
+
+        def full(*args, number=number, **kwargs):
+            nonlocal count
+            count += 1
+            if count == number:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(os, call, full)
+        one.save(step, content(step))
+        path = one.wait()
+        monkeypatch.setattr(os, call, real)
+        if count < number:
+            break
+        refused += 1
+        if path is None:
+            assert "No space left on device" in notes[-1]
+            assert f"step {step}" in notes[-1]
+        best = newest_whole(tmp_path, group=None, note=notes.append)
+        assert best in (tmp_path / step_name(step - 1), tmp_path / step_name(step))
+        assert same(loaded(best), int(best.name[5:]))
+        one.save(step, content(step))
+        assert one.wait() == tmp_path / step_name(step)
+        assert same(loaded(one.wait()), step)
+        step += 1
+    assert refused >= {"write": 6, "fsync": 8, "mkdir": 1, "rename": 2}[call]
+    assert not [line for line in notes if "damaged" in line]
+    saver(tmp_path, notes)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_bad_blocks_and_bad_names_cost_that_save_alone(tmp_path):
+    notes: list[str] = []
+    one, held = saver(tmp_path, notes), tensors()
+    for bad, message in [
+        (Content([block(held, "final_norm.weight", (0, 5))], {}), "7 of 12 elements of final_norm.weight"),
+        (Content(wholes(held), {"../x": b""}), "../x"),
+        (Content(wholes(held), {"manifest.json": b""}), "manifest.json"),
+        (Content(wholes(held), {"__7_0.distcp": b""}), "__7_0.distcp"),
+    ]:
+        one.save(1, bad)
+        assert one.wait() is None
+        assert message in notes[-1]
+    assert saved(tmp_path) == []
+    assert newest_whole(tmp_path, group=None, note=notes.append) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_training_goes_on_while_a_save_is_written_and_the_next_save_waits(tmp_path, monkeypatch):
+    notes: list[str] = []
+    one, held, gate, real = saver(tmp_path, notes, asynchronous=True), tensors(1), threading.Event(), os.write
+    monkeypatch.setattr(os, "write", lambda *args: (gate.wait(30), real(*args))[1])
+    one.save(1, Content(wholes(held), {}))
+    for key, tensor in tensors(2).items():
+        held[key].copy_(tensor)  # a training step
+    second = threading.Thread(target=one.save, args=(2, Content(wholes(held), {})))
+    second.start()
+    time.sleep(0.2)
+    assert second.is_alive()
+    assert saved(tmp_path) == []
+    gate.set()
+    second.join(30)
+    assert one.wait() == tmp_path / step_name(2)
+    assert same(loaded(tmp_path / step_name(1)), 1)
+    assert same(loaded(tmp_path / step_name(2)), 2)
+
+
+def two_ranks(folder: Path) -> None:
+    """Shares of two ranks, without locks, no file opened by both; read by two in another cut; a rank that is late."""
+    rank, notes, opened, real = dist.get_rank(), [], [], os.open
+
+    def no_lock(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    def recording(path, flags, *args, **kwargs):
+        if flags & os.O_CREAT:
+            opened.append(Path(path).name)
+        return real(path, flags, *args, **kwargs)
+
+    fcntl.flock = fcntl.lockf = fcntl.fcntl = no_lock
+    os.open = recording
+    group = dist.new_group(timeout=timedelta(seconds=30))
+    one = Saver(folder, group=group, keep_last=2, keep_every=0, asynchronous=True, note=notes.append)
+    for step in (1, 2, 3):
+        files = {f"rng/rank_{rank}.pt": b"%d" % rank} | ({"driver.json": b"{}"} if rank == 0 else {})
+        one.save(step, Content(uneven_shares(tensors(step))[rank], files))
+        dist.all_reduce(torch.ones(1))  # training's own collectives, meanwhile
+    assert one.wait() == folder / step_name(3)
+    os.open = real
+    everyone = [None, None]
+    dist.all_gather_object(everyone, opened, group=group)
+    assert not set(everyone[0]) & set(everyone[1])
+    path = newest_whole(folder, group=group, note=notes.append)
+    assert path == folder / step_name(3)
+    assert read_manifest(path).num_ranks == 2
+
+    found = {key: torch.zeros_like(tensor) for key, tensor in tensors().items()}
+    share = uneven_shares(found)[1 - rank]
+    load(path, share, group=group)
+    state = check_state(path, share, group=group)
+    assert state == read_manifest(path).state
+    assert state.render().startswith("4 tensors, 0.000 GB, checksum ")
+    if rank == 0:
+        found["final_norm.weight"].view(torch.int32)[3] ^= 1
+    with pytest.raises(CheckpointError, match=r"final_norm\.weight"):
+        check_state(path, share, group=group)
+    if rank == 1:
+        share = [*share, block({"final_norm.weight": torch.zeros(12)}, "final_norm.weight", (0, 12))]
+        share[-1] = type(share[-1])("norm", *[getattr(share[-1], name) for name in ("shape", "box", "data")])
+    with pytest.raises(CheckpointError, match=r"rank 1: .*no tensor norm"):
+        load(path, share, group=group)
+    assert not notes, notes
+
+    data = path / "__1_0.distcp"
+    if rank == 0:
+        with data.open("r+b") as file:
+            file.seek(500)
+            file.write(b"!")
+    dist.barrier()
+    assert newest_whole(folder, group=group, note=notes.append) == folder / step_name(2)
+    assert (len(notes), "__1_0.distcp" in "".join(notes)) == ((1, True) if rank == 0 else (0, False))
+
+    real_write, notes[:] = os.write, []
+    if rank == 1:
+        os.write = lambda *args: no_lock()
+    one.save(4, Content(uneven_shares(tensors(4))[rank], {}))
+    assert one.wait() is None
+    assert notes == (
+        ["checkpoint of step 4 was not saved: rank 1: write: No locks available; the ones before are as they were"]
+        if rank == 0
+        else []
+    )
+    os.write = real_write
+
+    late = dist.new_group(timeout=timedelta(seconds=2))
+    slow = Saver(folder, group=late, keep_last=2, keep_every=0, asynchronous=True, note=notes.append)
+    if rank == 1:
+        os.write = lambda *args: (time.sleep(5), real_write(*args))[1]
+    slow.save(5, Content(uneven_shares(tensors(5))[rank], {}))
+    with pytest.raises(RuntimeError):
+        slow.wait()
+    assert not (folder / step_name(5)).exists()
+
+
+@pytest.mark.dist
+def test_two_ranks_save_and_load_in_another_cut_and_fail_together(tmp_path):
+    run_ranks(2, two_ranks, tmp_path)
+
+
+@pytest.mark.dist
+def test_a_save_killed_anywhere_leaves_a_whole_checkpoint(tmp_path):
+    """Before every single call that changes the disk: making, writing, flushing, naming, removing.
+
+    And where the system itself refuses to write more.
+    """
+    command = [sys.executable, "-m", "tests.checkpoint.killed_saves", tmp_path]
+    ended = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    lines = dict(line.split(": ", 1) for line in ended.stdout.splitlines())
+    assert lines.keys() == {"alone", "again", "background", "ranks", "short files"}
