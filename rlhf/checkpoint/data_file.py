@@ -1,6 +1,5 @@
 """One rank's data file: blocks through host memory to the disk, summed on the way."""
 
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rlhf.checkpoint.disk_stream import DiskStream
 from rlhf.checkpoint.file_plan import FilePlan, StoredItem, Window
-from rlhf.checkpoint.file_sum import sum_at
 from rlhf.reshard.block import Block
 from rlhf.reshard.checksum import checksums, inside, wrapped
 from rlhf.reshard.layout import Box
@@ -68,19 +67,14 @@ def write_data_file(folder: Path, name: str, plan: FilePlan, memory: Callable[[W
     Raises:
         OSError: The disk is full, the file exists, or it cannot be written.
     """
-    sums, total = Counter[str](), 0
-    handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
+    sums = Counter[str]()
+    with DiskStream(folder / name) as disk:
         for window in plan.windows:
             content = memory(window)
-            total += sum_at(window.start, content)
             for key, number in _sums_of(window, content):
                 sums[key] += number
-            write_all(handle, content.numpy().data)
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    return WrittenFile(name, plan.size, wrapped(total), plan.items, {key: wrapped(sums[key]) for key in sums})
+            disk.append(content)
+    return WrittenFile(name, disk.size, disk.checksum, plan.items, {key: wrapped(sums[key]) for key in sums})
 
 
 def fill(window: Window, blocks: Sequence[Block], memory: Tensor) -> None:
@@ -105,12 +99,6 @@ def streamed(plan: FilePlan, blocks: Sequence[Block]) -> Callable[[Window], Tens
         return part
 
     return content
-
-
-def write_all(handle: int, content: memoryview) -> None:
-    """Write all of it where the file is at; os.write may take a part."""
-    while content:
-        content = content[os.write(handle, content) :]
 
 
 def state_sums(blocks: Sequence[tuple[str, Box, Tensor]]) -> list[int]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from rlhf.checkpoint.data_file import WrittenFile, write_all
+from rlhf.checkpoint.data_file import WrittenFile
 from rlhf.checkpoint.file_sum import sum_at
 
 
@@ -19,7 +19,9 @@ def write_file_whole(folder: Path, name: str, content: bytes) -> WrittenFile:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        write_all(handle, memoryview(content))
+        left = memoryview(content)
+        while left:  # a full disk takes a part first
+            left = left[os.write(handle, left) :]
         os.fsync(handle)
     finally:
         os.close(handle)
@@ -28,8 +30,11 @@ def write_file_whole(folder: Path, name: str, content: bytes) -> WrittenFile:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Put a file in another's place: readers see one or the other, whole, also after the machine lost its power."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    """Put a file in another's place: readers see one or the other, whole, also after the machine lost its power.
+
+    One process does it at a time. Cut in the middle, it leaves `.NAME.partial` behind.
+    """
+    beside = path.with_name(f".{path.name}.partial")
     beside.unlink(missing_ok=True)
     write_file_whole(beside.parent, beside.name, content)
     beside.replace(path)

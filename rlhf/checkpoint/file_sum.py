@@ -6,6 +6,7 @@ so a file is known by its size and its checksum.
 """
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -41,26 +42,30 @@ def sum_at(start: int, part: Tensor) -> int:
 
 
 def sum_of_file(path: Path) -> tuple[int, int]:
-    """(bytes, checksum) of a file as it is; reads all of it through one small buffer.
+    """(bytes, checksum) of a file as it is; reads all of it through two buffers, one while the other is summed.
 
     Raises:
         OSError: It cannot be read.
     """
-    room = torch.empty(READ_BYTES, dtype=torch.uint8)
-    memory, size, total = room.numpy().data, 0, 0
+    size, total = 0, 0
+    rooms = [torch.empty(READ_BYTES, dtype=torch.uint8) for _ in range(2)]
     handle = os.open(path, os.O_RDONLY)
     try:
-        while filled := _fill(handle, memory, size):
-            total += sum_at(size, room[:filled])
-            size += filled
+        with ThreadPoolExecutor(1, thread_name_prefix="checkpoint disk") as thread:
+            filled, number = _fill(handle, rooms[0], 0), 0
+            while filled:
+                ahead = thread.submit(_fill, handle, rooms[1 - number], size + filled) if filled == READ_BYTES else None
+                total += sum_at(size, rooms[number][:filled])
+                size += filled
+                filled, number = (0 if ahead is None else ahead.result()), 1 - number
     finally:
         os.close(handle)
     return size, wrapped(total)
 
 
-def _fill(handle: int, memory: memoryview, start: int) -> int:
-    """Bytes read from `start` on: as many as there is memory for, fewer at the end of the file."""
-    filled = 0
+def _fill(handle: int, room: Tensor, start: int) -> int:
+    """Bytes read from `start` on: as many as there is room for, fewer at the end of the file."""
+    memory, filled = room.numpy().data, 0
     while filled < len(memory) and (got := os.preadv(handle, [memory[filled:]], start + filled)):
         filled += got
     return filled

@@ -130,6 +130,7 @@ def sweep(folder: Path) -> None:
     for path in folder.iterdir() if folder.is_dir() else ():
         if _PARTIAL.fullmatch(path.name) or _REPLACED.fullmatch(path.name):
             shutil.rmtree(path)
+    (folder / f".{LATEST_FILE}.partial").unlink(missing_ok=True)
 
 
 def remove(path: Path) -> None:

@@ -21,7 +21,7 @@ from rlhf.checkpoint.load import check_state, load
 from rlhf.checkpoint.saver import Content, Saver
 from tests.checkpoint.stored_blocks import tensors, uneven_shares, wholes
 
-CALLS = ("mkdir", "open", "write", "fsync", "rename", "replace", "unlink", "rmdir")
+CALLS = ("mkdir", "open", "write", "pwrite", "ftruncate", "fsync", "rename", "replace", "unlink", "rmdir")
 """Functions of os through which a save changes the disk."""
 
 KEEP_LAST = 2
