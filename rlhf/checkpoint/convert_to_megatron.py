@@ -23,7 +23,7 @@ from rlhf.checkpoint.convert_places import RELEASE
 from rlhf.checkpoint.convert_plan import Part, PlannedFile, plan_files
 from rlhf.checkpoint.convert_ranks import Crew, appearing
 from rlhf.checkpoint.convert_sources import Place, Remark, Wanted, Weights, common_dtype
-from rlhf.checkpoint.data_file import WrittenFile, write_data_file
+from rlhf.checkpoint.data_file import Room, WrittenFile, elements, put_texts, write_data_file
 from rlhf.checkpoint.file_plan import FilePlan, Window, plan_file
 from rlhf.checkpoint.state_checksum import StateChecksum
 from rlhf.checkpoint.torch_dist import data_file_name, write_metadata
@@ -118,21 +118,18 @@ def _write(weights: Weights, folder: Path, file: PlannedFile, dtype: torch.dtype
 
 
 def _source(weights: Weights, file: PlannedFile, plan: FilePlan) -> Callable[[Window], Tensor]:
-    room = torch.empty(max(window.stop - window.start for window in plan.windows), dtype=torch.uint8)
-    numbers = room.numpy()
+    room = Room(plan)
 
     def content(window: Window) -> Tensor:
-        for start, text in window.texts:
-            numbers[start - window.start : start - window.start + len(text)] = bytearray(text)
-        wanted = []
+        memory, wanted = room.of(window), []
+        put_texts(window, memory)
         for band in window.bands:
             chunk = file.chunks[band.block]
-            at = band.start - window.start
-            block = room[at : at + band.num_bytes].view(band.dtype).view(band.box.shape)
+            block = elements(window, band, memory)
             for part in chunk.parts:
                 wanted += _wanted(part, chunk.box, band.box, block)
         weights.read(wanted)
-        return room[: window.stop - window.start]
+        return memory
 
     return content
 

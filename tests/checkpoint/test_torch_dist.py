@@ -14,10 +14,13 @@ from megatron.core.dist_checkpointing.serialization import get_default_save_shar
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
 from rlhf.checkpoint import item_reader
+from rlhf.checkpoint.data_file import HostCopy, streamed, write_data_file
+from rlhf.checkpoint.file_plan import plan_file
 from rlhf.checkpoint.file_sum import sum_of_file
 from rlhf.checkpoint.torch_dist import TorchDistReader, data_file_name, write_file, write_metadata
 from rlhf.errors import CheckpointError
 from rlhf.reshard.block import Block
+from rlhf.reshard.checksum import checksums
 from rlhf.reshard.layout import Box
 from tests.checkpoint.stored_blocks import SHAPES, block, tensors, uneven_shares, wholes
 from tests.harness.ranks import run_ranks
@@ -210,3 +213,27 @@ def test_an_item_is_the_file_that_torch_would_write(tmp_path):
     assert len(different) <= 4 + 4 + 40  # the elements' CRC, twice, and an id that torch makes of the CRCs
     assert torch.equal(torch.load(io.BytesIO(ours), weights_only=True), tensor)
     assert sum_of_file(tmp_path / "file") == (written.size, written.checksum)
+
+
+def test_elements_of_any_size_stand_next_to_each_other_in_any_windows(tmp_path):
+    kinds = [torch.bfloat16, torch.float32, torch.uint8, torch.float64, torch.int64, torch.bool]
+    held = [(torch.arange(35) % 3 - 1).reshape(5, 7).to(kind) for kind in kinds]
+    for number, window_bytes in enumerate((1, 9, 50, 300, 1000, 5000)):
+        blocks = [Block(str(kind), (5, 7), Box.of((0, 5), (0, 7)), one) for kind, one in zip(kinds, held, strict=True)]
+        plan = plan_file(blocks, item_bytes=40, window_bytes=window_bytes)
+        kept = HostCopy()
+        kept.take(plan, blocks)
+        sums = []
+        for way, memory in (("streamed", streamed(plan, blocks)), ("kept", kept.of)):
+            folder = tmp_path / f"{way}{number}"
+            folder.mkdir()
+            written = write_data_file(folder, data_file_name(0), plan, memory)
+            write_metadata(folder, [written], common={})
+            found = [torch.zeros_like(one) for one in held]
+            TorchDistReader(folder).read(
+                [Block(one.key, one.shape, one.box, into) for one, into in zip(blocks, found, strict=True)]
+            )
+            assert all(torch.equal(one, into) for one, into in zip(held, found, strict=True))
+            sums.append(written.sums)
+        assert sums[0] == sums[1]
+        assert sums[0] == {one.key: checksums([(one.key, one.box, one.data)])[0] for one in blocks}
