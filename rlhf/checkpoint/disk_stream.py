@@ -1,8 +1,8 @@
 """Bytes to a new file, in order, summed on the way, past the system's page cache where it can be passed by.
 
 Written through the cache, a checkpoint drives out what other programs have there, and costs a copy and pages that are
-not at hand: on our machine between a quarter and all of the disk's rate was left. Threads sum and write one buffer while
-the next is filled. Where the file system takes no direct writes, they go through the cache.
+not at hand: on our machine between a quarter and all of the disk's rate was left. Threads sum and write one buffer
+while the next is filled. Where the file system takes no direct writes, they go through the cache.
 """
 
 import errno
