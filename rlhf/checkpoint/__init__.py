@@ -1,1 +1,1 @@
-"""Saving and exporting models."""
+"""Saving, loading, converting and exporting models."""

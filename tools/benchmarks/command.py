@@ -3,6 +3,7 @@
     python tools/bench.py rollout                    native engine against transformers' generate
     python tools/bench.py train --only 'train/tiny/*'
     python tools/bench.py reshard --json reshard.json
+    python tools/bench.py checkpoint                 save and load against raw writes and reads
     python tools/bench.py micro_dp --step-tokens 65536    which tp of the engines has the shortest step
     python tools/bench.py ppo --quick                within a minute, small sizes: whether it works, not how fast
     python tools/bench.py rollout --model FOLDER --peer-python vllm=/opt/vllm/bin/python
@@ -17,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from tools.benchmarks import micro_dp, ppo, reshard, rollout, train
+from tools.benchmarks import checkpoint, micro_dp, ppo, reshard, rollout, train
 from tools.benchmarks.compare import Options
 from tools.benchmarks.machine import describe, num_cores
 from tools.benchmarks.report import HEADER, Report
@@ -28,6 +29,7 @@ BENCHMARKS: Mapping[str, Callable[[Options, Report], None]] = {
     "rollout": rollout.run,
     "train": train.run,
     "reshard": reshard.run,
+    "checkpoint": checkpoint.run,
     "micro_dp": micro_dp.run,
     "ppo": ppo.run,
 }

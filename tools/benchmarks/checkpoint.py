@@ -1,0 +1,67 @@
+"""Checkpoints: saving and loading against raw writes and reads of the same bytes; how long a background save stalls."""
+
+import json
+from collections.abc import Mapping
+
+import torch.multiprocessing as mp
+
+from tools.benchmarks import checkpoint_ranks
+from tools.benchmarks.checkpoint_ranks import CHECKED, DIRECT, LOAD, RAW_READ, RAW_WRITE, READ, SAVE, STALL
+from tools.benchmarks.compare import Options
+from tools.benchmarks.measure import Runs
+from tools.benchmarks.report import Report, Row, number
+
+RANKS = 2
+RAW_TARGET = 1 / 1.5
+"""Of the raw rate."""
+STALL_TARGET = 10.0
+"""Synchronous saves as long as a stall."""
+
+
+def run(options: Options, report: Report) -> None:
+    """Rows `checkpoint/*` in seconds, with rates in remarks. See README.md."""
+    if not options.wants("checkpoint/save") and not options.wants("checkpoint/load"):
+        return
+    answer, store = options.folder / "checkpoint.json", options.folder / "checkpoint_store"
+    job = checkpoint_ranks.Job(
+        num_parameters=1_000_000 if options.quick else 100_000_000,
+        num_layers=8,
+        runs=options.runs,
+        threads=max(1, options.threads // RANKS),
+        store=str(store),
+        answer=str(answer),
+        folder=str(options.folder),
+    )
+    mp.spawn(checkpoint_ranks.main, (job, RANKS), nprocs=RANKS)
+    found = json.loads(answer.read_text(encoding="utf-8"))
+    seconds = {way: Runs(tuple(runs)) for way, runs in found["seconds"].items()}
+    report.note(
+        f"checkpoint of {found['bytes'] / 1e9:.2f} GB by {RANKS} ranks on {found['disk']}; "
+        + ", ".join(f"{way} {found['bytes'] / runs.median / 1e9:.2f} GB/s" for way, runs in seconds.items())
+    )
+    _against(report, "checkpoint/save", seconds, SAVE, RAW_WRITE, target=RAW_TARGET)
+    _against(report, "checkpoint/save/direct", seconds, SAVE, DIRECT)
+    _against(report, "checkpoint/load", seconds, LOAD, RAW_READ, target=RAW_TARGET)
+    for part in (CHECKED, READ):
+        report.add(Row(name=f"checkpoint/load/{part}", value=_s(seconds[part]), unit="s", spread=seconds[part].spread))
+    _against(report, "checkpoint/stall", seconds, STALL, SAVE, target=STALL_TARGET)
+
+
+def _against(
+    report: Report, name: str, seconds: Mapping[str, Runs], ours: str, other: str, *, target: float | None = None
+) -> None:
+    report.add(
+        Row(
+            name=name,
+            value=_s(seconds[ours]),
+            unit="s",
+            target=round(target, 3) if target else None,
+            peer=f"{other}: {number(seconds[other].median)} s",
+            ratio=round(seconds[other].median / seconds[ours].median, 3),
+            spread=seconds[ours].spread,
+        )
+    )
+
+
+def _s(runs: Runs) -> float:
+    return round(runs.median, 4)
