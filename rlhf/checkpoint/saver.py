@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rlhf.checkpoint.data_file import HostCopy, WrittenFile, streamed, write_data_file
-from rlhf.checkpoint.durable import flush_folder, write_file_whole
+from rlhf.checkpoint.durable import flush_entries, flush_folder, write_file_whole
 from rlhf.checkpoint.file_plan import FilePlan, Window, plan_file
 from rlhf.checkpoint.folder import begin, publish, step_name, sweep
 from rlhf.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest
@@ -91,6 +91,7 @@ class Saver:
         self._plan: tuple[object, FilePlan] | None = None
         if self._number == 0:
             folder.mkdir(parents=True, exist_ok=True)
+            flush_entries(folder.parent)
             sweep(folder)
 
     def save(self, step: int, content: Content) -> None:

@@ -142,8 +142,10 @@ class TorchDistReader:
                 names the tensor. Blocks may have been filled in part then.
         """
         wanted: dict[str, dict[int, tuple[StoredItem, list[Wanted]]]] = {}
+        any_on_gpu = False
         for block in blocks:
             self._check(block, cast=cast)
+            any_on_gpu |= block.data.is_cuda
             found = 0
             for number, common in self._index(block.key).overlapping(block.box):
                 name, item = self._places[block.key][number]
@@ -154,7 +156,7 @@ class TorchDistReader:
                     f"{self.folder}: {found} elements of {block.key} {block.box.spans} are stored; needs each of "
                     f"{block.box.num_elements} once; the checkpoint is not whole"
                 )
-        room = torch.empty(STRETCH_BYTES, dtype=torch.uint8)
+        room = torch.empty(STRETCH_BYTES, dtype=torch.uint8, pin_memory=any_on_gpu)
         for name in sorted(wanted):
             with torch.no_grad(), ItemReader(self.folder / name, room) as file:
                 for _, (item, takers) in sorted(wanted[name].items()):

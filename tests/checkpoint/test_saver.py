@@ -125,8 +125,10 @@ def test_any_flipped_or_missing_byte_of_any_file_is_found_and_the_one_before_tak
     assert find_damage(victim, group=None) is None
 
 
-@pytest.mark.parametrize("call", ["write", "fsync", "mkdir", "rename"])
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("call", "asynchronous"),
+    [("write", False), ("pwrite", True), ("fsync", True), ("fsync", False), ("mkdir", False), ("rename", True)],
+)
 def test_a_disk_that_refuses_any_call_costs_that_save_alone(tmp_path, monkeypatch, call, asynchronous):
     notes: list[str] = []
     one = saver(tmp_path, notes, asynchronous=asynchronous)
@@ -160,7 +162,7 @@ def test_a_disk_that_refuses_any_call_costs_that_save_alone(tmp_path, monkeypatc
         assert one.wait() == tmp_path / step_name(step)
         assert same(loaded(one.wait()), step)
         step += 1
-    assert refused >= {"write": 6, "fsync": 8, "mkdir": 1, "rename": 2}[call]
+    assert refused >= {"write": 6, "pwrite": 1, "fsync": 8, "mkdir": 1, "rename": 2}[call]
     assert not [line for line in notes if "damaged" in line]
     saver(tmp_path, notes)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]

@@ -1,4 +1,4 @@
-"""What each rank of the checkpoint benchmark does: raw writes and reads and ours in turn, of the same bytes, on one disk."""
+"""What each rank of the checkpoint benchmark does: raw writes and reads, and ours, of the same bytes on one disk."""
 
 import json
 import os
@@ -102,11 +102,16 @@ def _ways(
         (RAW_WRITE, partial(_write, raw, flat, 0), raw.unlink),
         (DIRECT, partial(_write, raw, flat, os.O_DIRECT), partial(_forget, raw.parent)),
         (SAVE, partial(kinds[SAVE].save, step, content), nothing),
-        (STALL, partial(kinds[STALL].save, step, content), lambda: (kinds[STALL].wait(), _forget(raw.parent))),
+        (STALL, partial(kinds[STALL].save, step, content), partial(_finish, kinds[STALL], raw.parent)),
         (RAW_READ, partial(_read, raw), partial(_forget, raw.parent)),
         (CHECKED, partial(newest_whole, checkpoint, group=dist.group.WORLD, note=print), nothing),
         (READ, partial(load, checkpoint / step_name(step), blocks, group=dist.group.WORLD), nothing),
     ]
+
+
+def _finish(saver: Saver, folder: Path) -> None:
+    saver.wait()
+    _forget(folder)
 
 
 def _blocks(job: Job) -> list[Block]:
