@@ -6,11 +6,13 @@ FOLDER`. Prints one line a scenario, ends with a traceback at the first checkpoi
 
 import os
 import resource
+import shutil
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -105,38 +107,53 @@ def after_a_kill(folder: Path, steps: tuple[int, ...]) -> int:
 
 
 def scenarios(folder: Path) -> Iterator[str]:
-    """Each kind of save, killed at every call of every rank (of two ranks: at every third)."""
+    """Each kind of save, killed at every call, or every second to fourth, of every rank."""
     yield every_point(folder / "alone", 1, (1, 2, 3), asynchronous=False, every=1)  # removes step 1 at the end
-    yield every_point(folder / "again", 1, (1, 2, 2), asynchronous=False, every=1)  # puts step 2 in the place of step 2
-    yield every_point(folder / "background", 1, (1, 2, 3), asynchronous=True, every=2)
-    yield every_point(folder / "ranks", 2, (1, 2, 3), asynchronous=False, every=3)
+    yield every_point(folder / "again", 1, (1, 2, 2), asynchronous=False, every=2)  # puts step 2 in the place of step 2
+    yield every_point(folder / "background", 1, (1, 2, 3), asynchronous=True, every=3)
+    yield every_point(folder / "ranks", 2, (1, 2, 3), asynchronous=False, every=4)
     yield short_files(folder / "short files")
 
 
 def every_point(folder: Path, num_ranks: int, steps: tuple[int, ...], *, asynchronous: bool, every: int) -> str:
-    """Kill a save of the last step, rank by rank, call by call."""
+    """Kill a save of the last step, rank by rank, call by call; what all other steps left is there before."""
+    before = folder / "before"
+    before.mkdir(parents=True)
+    save_steps(before, 0, 1, steps[:-1], asynchronous=False)
     outcomes = {step: 0 for step in steps[-2:]}
     for victim in range(num_ranks):
         number, finished = 1, False
         while not finished:
             run = folder / f"{victim}_{number}"
-            run.mkdir(parents=True)
-            statuses = trial(run, num_ranks, steps, victim, number, asynchronous=asynchronous)
+            shutil.copytree(before, run)
+            statuses = trial(run, num_ranks, steps[-1], victim, number, asynchronous=asynchronous)
             finished = statuses[victim] == 0
             assert finished or statuses[victim] == -signal.SIGKILL, statuses
             outcomes[after_a_kill(run, steps)] += 1
-            waits = [in_child(again) for again in saves(run, num_ranks, (steps[-1] + 1,), asynchronous=asynchronous)]
-            assert [wait() for wait in waits] == [0] * num_ranks
+            save_steps(run, 0, 1, (steps[-1] + 1,), asynchronous=False)
             assert loadable(run, []) == steps[-1] + 1
             assert not [path for path in run.iterdir() if path.name.startswith(".")], sorted(run.iterdir())
+            shutil.rmtree(run)
             number += every
     return f"{folder.name}: {outcomes}"
+
+
+def trial(run: Path, num_ranks: int, step: int, victim: int, number: int, *, asynchronous: bool) -> list[int]:
+    """Exit statuses of ranks that save a step, one of them killed."""
+
+    def work(rank: int) -> None:
+        if rank == victim:
+            die_at(number)
+        save_steps(run, rank, num_ranks, (step,), asynchronous=asynchronous)
+
+    waits = [in_child(partial(work, rank), may_fail=True) for rank in range(num_ranks)]
+    return [wait() for wait in waits]
 
 
 def short_files(run: Path) -> str:
     """A save by a process whose files the system cuts short."""
     run.mkdir()
-    assert in_child(saves(run, 1, (1, 2), asynchronous=False)[0])() == 0
+    save_steps(run, 0, 1, (1, 2), asynchronous=False)
 
     def save_short() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
@@ -148,30 +165,6 @@ def short_files(run: Path) -> str:
 
     assert in_child(save_short)() == 0
     return f"{run.name}: {after_a_kill(run, (1, 2, 3))}"
-
-
-def saves(run: Path, num_ranks: int, steps: tuple[int, ...], *, asynchronous: bool) -> list[Callable[[], None]]:
-    """The work of each rank."""
-    return [
-        lambda rank=rank: save_steps(run, rank, num_ranks, steps, asynchronous=asynchronous)  # type: ignore[misc]
-        for rank in range(num_ranks)
-    ]
-
-
-def trial(
-    run: Path, num_ranks: int, steps: tuple[int, ...], victim: int, number: int, *, asynchronous: bool
-) -> list[int]:
-    """Exit statuses of ranks that save all steps but the last, and then the last with one of them killed."""
-    waits = [in_child(work) for work in saves(run, num_ranks, steps[:-1], asynchronous=asynchronous)]
-    assert [wait() for wait in waits] == [0] * num_ranks
-    last = saves(run, num_ranks, steps[-1:], asynchronous=asynchronous)
-
-    def killed() -> None:
-        die_at(number)
-        last[victim]()
-
-    works = [killed if rank == victim else work for rank, work in enumerate(last)]
-    return [wait() for wait in [in_child(work, may_fail=True) for work in works]]
 
 
 if __name__ == "__main__":
