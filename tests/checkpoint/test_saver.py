@@ -187,8 +187,8 @@ def test_bad_blocks_and_bad_names_cost_that_save_alone(tmp_path):
 
 def test_training_goes_on_while_a_save_is_written_and_the_next_save_waits(tmp_path, monkeypatch):
     notes: list[str] = []
-    one, held, gate, real = saver(tmp_path, notes, asynchronous=True), tensors(1), threading.Event(), os.write
-    monkeypatch.setattr(os, "write", lambda *args: (gate.wait(30), real(*args))[1])
+    one, held, gate, real = saver(tmp_path, notes, asynchronous=True), tensors(1), threading.Event(), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *args: (gate.wait(30), real(*args))[1])
     one.save(1, Content(wholes(held), {}))
     for key, tensor in tensors(2).items():
         held[key].copy_(tensor)  # a training step
@@ -259,9 +259,9 @@ def two_ranks(folder: Path) -> None:
     assert newest_whole(folder, group=group, note=notes.append) == folder / step_name(2)
     assert (len(notes), "__1_0.distcp" in "".join(notes)) == ((1, True) if rank == 0 else (0, False))
 
-    real_write, notes[:] = os.write, []
+    real_pwrite, notes[:] = os.pwrite, []
     if rank == 1:
-        os.write = lambda *args: no_lock()
+        os.pwrite = lambda *args: no_lock()
     one.save(4, Content(uneven_shares(tensors(4))[rank], {}))
     assert one.wait() is None
     assert notes == (
@@ -269,12 +269,12 @@ def two_ranks(folder: Path) -> None:
         if rank == 0
         else []
     )
-    os.write = real_write
+    os.pwrite = real_pwrite
 
     late = dist.new_group(timeout=timedelta(seconds=2))
     slow = Saver(folder, group=late, keep_last=2, keep_every=0, asynchronous=True, note=notes.append)
     if rank == 1:
-        os.write = lambda *args: (time.sleep(5), real_write(*args))[1]
+        os.pwrite = lambda *args: (time.sleep(5), real_pwrite(*args))[1]
     slow.save(5, Content(uneven_shares(tensors(5))[rank], {}))
     with pytest.raises(RuntimeError):
         slow.wait()
