@@ -11,6 +11,7 @@ from rlhf.checkpoint.convert_outcome import listed, remarks_json
 from rlhf.checkpoint.convert_places import RECORD_FILE, StoredPlace, find_stored
 from rlhf.checkpoint.convert_sources import Weights, open_weights
 from rlhf.checkpoint.convert_stored import OF_ANOTHER, StoredWeights, roles_in
+from rlhf.checkpoint.legacy_weights import LegacyWeights, find_legacy
 from rlhf.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from rlhf.checkpoint.stored_metadata import read_metadata
 from rlhf.checkpoint.torch_dist import COMMON_FILE
@@ -103,7 +104,10 @@ def inspect(given: Given, *, check: bool) -> Inspection:
         CheckpointError: There is no checkpoint.
     """
     place = find_stored(given.path) if given.path.is_dir() else None
-    return _inspect_hf(given) if place is None else _inspect_stored(place, given, check=check)
+    if place is not None:
+        return _inspect_stored(place, given, check=check)
+    legacy = find_legacy(given.path) if given.path.is_dir() else None
+    return _inspect_hf(given) if legacy is None else _inspect_legacy(legacy, given, check=check)
 
 
 def _inspect_hf(given: Given) -> Inspection:
@@ -135,6 +139,23 @@ def _inspect_stored(place: StoredPlace, given: Given, *, check: bool) -> Inspect
         num_bytes=sum(path.stat().st_size for name in names if (path := place.inner / name).is_file()),
         step=_step_of(place),
         integrity=_integrity(place, names, check=check),
+    )
+
+
+def _inspect_legacy(inner: Path, given: Given, *, check: bool) -> Inspection:
+    weights = LegacyWeights(inner, given)
+    folder = inner.parent if (inner.parent / MANIFEST_FILE).is_file() else inner
+    layout = {axis: getattr(weights.parallel, axis) for axis in _AXES}
+    return Inspection(
+        path=given.path,
+        kind=weights.kind,
+        models=(Model(role="", weights=weights, why="", layout=layout, steps_done=None),),
+        num_files=len(weights.files),
+        num_blocks=weights.num_blocks,
+        num_bytes=sum(path.stat().st_size for path in weights.files),
+        step=weights.iteration,
+        integrity=_against_manifest(folder, check=check)
+        or Integrity(state="unknown", what=f"no {MANIFEST_FILE}, so no checksums; all files are there"),
     )
 
 
@@ -173,18 +194,27 @@ def _step_of(place: StoredPlace) -> int | None:
 
 
 def _integrity(place: StoredPlace, names: set[str], *, check: bool) -> Integrity:
-    if not (place.folder / MANIFEST_FILE).is_file():
-        lost = sorted(name for name in names if not (place.inner / name).is_file())
-        if lost:
-            return Integrity(state="damaged", what=f"no {lost[0]}, which .metadata names")
-        return Integrity(state="unknown", what=f"no {MANIFEST_FILE}, so no checksums; all files are there")
+    found = _against_manifest(place.folder, check=check)
+    if found is not None:
+        return found
+    lost = sorted(name for name in names if not (place.inner / name).is_file())
+    if lost:
+        return Integrity(state="damaged", what=f"no {lost[0]}, which .metadata names")
+    return Integrity(state="unknown", what=f"no {MANIFEST_FILE}, so no checksums; all files are there")
+
+
+def _against_manifest(folder: Path, *, check: bool) -> Integrity | None:
+    """None where there is no manifest."""
+    if not (folder / MANIFEST_FILE).is_file():
+        return None
     if not check:
         return Integrity(state="unknown", what="not read, as asked for")
-    damage = find_damage(place.folder, group=None)
+    damage = find_damage(folder, group=None)
     if damage is not None:
         return Integrity(state="damaged", what=damage)
-    manifest = read_manifest(place.folder)
-    return Integrity(state="whole", what=f"{len(manifest.files)} files as written; {manifest.state.render()}")
+    manifest = read_manifest(folder)
+    tensors = f"; {manifest.state.render()}" if manifest.state.sums else ""
+    return Integrity(state="whole", what=f"{len(manifest.files)} files as written{tensors}")
 
 
 def _num_parameters(spec: ModelSpec, weights: Weights) -> int:

@@ -85,6 +85,8 @@ class LegacyFile:
     path: Path
     args: Mapping[str, object]
     """Megatron-LM's arguments."""
+    iteration: int | None
+    """Steps of training that it says."""
     chunks: tuple[Mapping[str, RawTensor], ...]
     """Tensors of each model chunk by Megatron's names."""
     dropped: tuple[str, ...]
@@ -108,7 +110,8 @@ def read_legacy_file(path: Path) -> LegacyFile:
     if not isinstance(args, argparse.Namespace):
         raise CheckpointError(f"{path}: no args; needs Megatron-LM's arguments, which say how the model is cut")
     chunks, dropped = _chunks(content, path)
-    return LegacyFile(path, dict(vars(args)), chunks, dropped)
+    iteration = content.get("iteration")
+    return LegacyFile(path, dict(vars(args)), iteration if isinstance(iteration, int) else None, chunks, dropped)
 
 
 def _unpickled(path: Path) -> Mapping[str, Any]:

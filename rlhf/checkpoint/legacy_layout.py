@@ -98,6 +98,11 @@ class LegacyFiles:
             self._files[name] = file
         return self._files[name]
 
+    @property
+    def read(self) -> tuple[LegacyFile, ...]:
+        """Those that were read so far."""
+        return tuple(file for _, file in sorted(self._files.items()))
+
     def _size(self, name: str, default: int | None = None) -> int:
         found = self.first.args.get(name)
         if found is None:

@@ -62,10 +62,12 @@ class LegacyWeights:
         """`path` as `find_legacy` gives it."""
         files = LegacyFiles(path)
         self.path, self.parallel, self.args = given.path, files.parallel, files.first.args
-        self.args_spec = _args_spec(self.args)
+        self.args_spec, self.iteration = _args_spec(self.args), files.first.iteration
         self.spec, self.head, self.hf_files = self._model(given, path, files)
         tensors = logical_tensors(self.spec, head=self.head)
         held = self._held(files)
+        self.files = tuple(file.path for file in files.read)
+        self.num_blocks = sum(len(chunk) for file in files.read for chunk in file.chunks)
         self._replicas = {name: ones for name, ones in _by_replica(held).items() if len(ones) > 1}
         self._pieces = {name: ones[0] for name, ones in _by_replica(held).items()}
         self.dtypes: Mapping[str, torch.dtype] = {tensor.name: self._dtype(tensor.name) for tensor in tensors}

@@ -51,8 +51,11 @@ def test_there_and_back_is_the_same_model_to_the_bit(models, tmp_path, capsys, c
     assert read_spec(tmp_path / "back") == read_spec(source)
     assert (tmp_path / "back" / "tokenizer.json").read_text() == (source / "tokenizer.json").read_text()
     convert("to-megatron", there, tmp_path / "dist", "--tp", 2)
+    convert("inspect", there)
     convert("verify", there, tmp_path / "dist", "--no-logits")
-    assert "the same model" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "the same model" in told
+    assert "Megatron-LM legacy checkpoint, step 0" in told
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2"])

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch.multiprocessing as mp
 
-from tools.benchmarks import checkpoint_ranks
+from tools.benchmarks import checkpoint_ranks, conversion
 from tools.benchmarks.checkpoint_ranks import CHECKED, DIRECT, LOAD, RAW_READ, RAW_WRITE, READ, SAVE, STALL
 from tools.benchmarks.compare import Options
 from tools.benchmarks.measure import Runs
@@ -19,7 +19,12 @@ STALL_TARGET = 10.0
 
 
 def run(options: Options, report: Report) -> None:
-    """Rows `checkpoint/*` in seconds, with rates in remarks. See README.md."""
+    """Rows `checkpoint/*` in seconds, with rates in remarks, and of conversions. See README.md."""
+    _save_and_load(options, report)
+    conversion.run(options, report)
+
+
+def _save_and_load(options: Options, report: Report) -> None:
     if not options.wants("checkpoint/save") and not options.wants("checkpoint/load"):
         return
     answer, store = options.folder / "checkpoint.json", options.folder / "checkpoint_store"
