@@ -1,7 +1,8 @@
 """`python -m tests.mcore.megatron_writer FOLDER`: Megatron-Core alone, one process under its own parallel state.
 
-For each case in FOLDER: its own GPTModel is saved to CASE/theirs, CASE/ours is loaded into it, and its logits before
-and after are left in CASE/logits.pt. A module of its own, for Megatron's writer starts processes that import it again.
+For each case in FOLDER: its own GPTModel is saved to CASE/theirs, CASE/ours and CASE/converted/release are loaded into
+it, and its logits of each are left in CASE/logits.pt. A module of its own, for Megatron's writer starts processes that
+import it again.
 """
 
 import sys
@@ -73,14 +74,18 @@ def main(folder: Path) -> None:
         (folder / case / "theirs").mkdir()
         metadata = {"non_homogeneous_layers": True} if case in APART else None
         dist_checkpointing.save(model.sharded_state_dict(metadata=metadata), str(folder / case / "theirs"))
-        asked = model.sharded_state_dict()
-        if spec.num_experts:
-            ours = {other_key(key): key for key in stored_shapes(spec, head=Head.LM)}
-            for entry in asked.values():  # as Transformer Engine's layers would ask
-                entry.key = ours.get(entry.key, entry.key)
-        loaded = dist_checkpointing.load(asked, str(folder / case / "ours"))
-        model.load_state_dict(loaded)
-        found["ours"] = logits(model, spec.vocab_size)
+        for name, place in (("ours", "ours"), ("converted", "converted/release")):
+            for param in model.parameters():
+                param.data.fill_(float("nan"))
+            asked = model.sharded_state_dict()
+            names = set(asked)
+            if spec.num_experts:
+                ours = {other_key(key): key for key in stored_shapes(spec, head=Head.LM)}
+                for entry in asked.values():  # as Transformer Engine's layers would ask
+                    entry.key = ours.get(entry.key, entry.key)
+            loaded = dist_checkpointing.load(asked, str(folder / case / place))
+            model.load_state_dict({key: loaded[key] for key in names})  # a converted folder also holds args
+            found[name] = logits(model, spec.vocab_size)
         torch.save(found, folder / case / "logits.pt")
     dist.destroy_process_group()
 

@@ -8,10 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rlhf.checkpoint.convert_main import main
 from rlhf.checkpoint.torch_dist import TorchDistReader, data_file_name, write_file, write_metadata
 from rlhf.config.model import ModelConfig
 from rlhf.config.parallel import ParallelConfig
+from rlhf.families.registry import hf_config
 from rlhf.families.spec import Head, ModelSpec
+from rlhf.families.writer import write_checkpoint
 from rlhf.mcore.groups import ModelGroups
 from rlhf.mcore.layout import local_params, megatron_layout
 from rlhf.mcore.load import draw_weights
@@ -63,6 +66,20 @@ def write_ours(spec: ModelSpec, folder: Path) -> None:
         torch.save(logits(model), folder / "logits")
 
 
+def convert(spec: ModelSpec, folder: Path) -> None:
+    """The same weights from a Hugging Face folder, by the command line."""
+    with as_rank(ALONE, 0) as groups:
+        model = our_model(spec, groups)
+        draw_weights(model)
+        params, layout = local_params(model), megatron_layout(spec, ALONE, head=Head.LM, dtype="float32")
+        tensors = {name: torch.empty(shape) for name, shape in layout.tensors.items()}
+        for one in layout.holdings(0):
+            tensors[one.tensor][one.box.slices] = params[one.param][one.param_box(one.box).slices]
+    write_checkpoint(folder / "hf", tensors, hf_config(spec))
+    cut = ["--tp", "2", "--ep", "2"] if spec.num_experts else ["--tp", "2", "--pp", str(spec.num_layers)]
+    assert main(["to-megatron", str(folder / "hf"), str(folder / "converted"), *cut]) == 0
+
+
 def blocks_of(model: MegatronModel, *, layers_apart: bool) -> list[Block]:
     """What a model holds that nothing cuts, by way of the logical tensors."""
     spec, params = model.spec, local_params(model)
@@ -94,6 +111,7 @@ def logits_of_theirs(case: str, folder: Path) -> Tensor:
 def test_logits_are_equal_through_either_format(tmp_path: Path) -> None:
     for case, spec in CASES.items():
         write_ours(spec, tmp_path / case / "ours")
+        convert(spec, tmp_path / case)
     command = [sys.executable, "-W", "ignore", "-m", "tests.mcore.megatron_writer", str(tmp_path)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -105,6 +123,7 @@ def test_logits_are_equal_through_either_format(tmp_path: Path) -> None:
         )
         # fp32 through up to four layers; the head is applied by other code
         torch.testing.assert_close(found["ours"], ours, rtol=1e-5, atol=1e-6)
+        assert torch.equal(found["converted"], found["ours"])
         torch.testing.assert_close(
             logits_of_theirs(case, tmp_path / case / "theirs"), found["theirs"], rtol=1e-5, atol=1e-6
         )
