@@ -52,7 +52,7 @@ def check_filled(src: ModelLayout, dst: ModelLayout, topology: Topology, *, fano
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(layout_pairs(), st.sampled_from(list(Fanout)), st.sampled_from([4, 40, 4000, 1 << 20]))
+@given(layout_pairs(), st.sampled_from(list(Fanout)), st.sampled_from([24, 240, 4000, 1 << 20]))
 def test_any_layouts_reach_the_bound_of_each_link(pair, fanout, bucket_bytes):
     check_filled(*pair, fanout=fanout, bucket_bytes=bucket_bytes)
 

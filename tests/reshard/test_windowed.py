@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf.reshard.bucket import buckets_of
 from rlhf.reshard.execute import LocalParams, execute
-from rlhf.reshard.layout import Box
+from rlhf.reshard.layout import Box, ModelLayout
 from rlhf.reshard.plan import Plan, make_plan
 from rlhf.reshard.staging import Staging
 from rlhf.reshard.topology import Fanout, Link, Topology
@@ -20,18 +20,26 @@ from rlhf.reshard.windows import NUM_REGIONS, Window, Windows
 from tests.reshard.toy import Toy, brute_force_far, elements, engine, filled_params, source
 
 TOY = Toy(vocab=37, hidden=24, heads=12, kv_heads=6, head_dim=4, ffn=30, layers=5)
-LAYOUTS = {
-    "two engines on a node of their own": (
-        source(TOY, tp=2, stages=(1, 4), dp=2),
-        engine(TOY, tp=2, dp=2, first_rank=8),
-        Topology((0,) * 4 + (1,) * 4 + (2,) * 4),
-    ),
-    "engines on the actor's nodes and on another": (
-        source(TOY, tp=2, stages=(2, 3), dp=1),
-        engine(TOY, tp=3, dp=3, first_rank=1),
-        Topology((0,) * 2 + (1,) * 3 + (2,) * 5),
-    ),
-}
+SMALL = Toy(vocab=13, hidden=5, heads=12, kv_heads=6, head_dim=2, ffn=18, layers=5)
+"""For windows of a few rows, of which there are many."""
+
+
+def layouts_of(toy: Toy) -> dict[str, tuple[ModelLayout, ModelLayout, Topology]]:
+    return {
+        "two engines on a node of their own": (
+            source(toy, tp=2, stages=(1, 4), dp=2),
+            engine(toy, tp=2, dp=2, first_rank=8),
+            Topology((0,) * 4 + (1,) * 4 + (2,) * 4),
+        ),
+        "engines on the actor's nodes and on another": (
+            source(toy, tp=2, stages=(2, 3), dp=1),
+            engine(toy, tp=3, dp=3, first_rank=1),
+            Topology((0,) * 2 + (1,) * 3 + (2,) * 5),
+        ),
+    }
+
+
+LAYOUTS, SMALL_LAYOUTS = layouts_of(TOY), layouts_of(SMALL)
 
 
 class LateTransport:
@@ -113,7 +121,7 @@ def _run(plan: Plan, rank: int, hub: MemoryHub, window_bytes: int) -> tuple[Sink
 def test_every_element_lands_once_and_what_is_passed_on_is_read_before_its_region_is_used_again(
     name, fanout, window_bytes
 ):
-    src, dst, topology = LAYOUTS[name]
+    src, dst, topology = (SMALL_LAYOUTS if window_bytes == 64 else LAYOUTS)[name]
     plan, hub = make_plan(src, dst, topology, fanout=fanout), MemoryHub(topology)
     with ThreadPoolExecutor(len(plan.ranks)) as pool:
         running = {rank: pool.submit(_run, plan, rank, hub, window_bytes) for rank in plan.ranks}
