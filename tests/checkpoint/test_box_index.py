@@ -48,13 +48,18 @@ def test_a_cover_is_one_when_each_element_is_counted_once(taken, most):
         counted[box.slices] += 1
     assert (counted == 1).all()
     check_cover("here", "x", SHAPE, cover)
-    for wrong in ([*cover, cover[0]], [*cover[1:], cover[-1]], [*cover[1:], Box(((0, 1),) * 3)], [Box(((0, 5), (0, 1), (0, 1)))]):
+    for wrong in (
+        [*cover, cover[0]],
+        [*cover[1:], cover[-1]],
+        [*cover[1:], Box(((0, 1),) * 3)],
+        [Box(((0, 5), (0, 1), (0, 1)))],
+    ):
         again = np.zeros((5, 3, 5), int)
         for box in wrong:
             again[box.slices] += 1
         if (again[:4] == 1).all() and not again[4:].any():
             continue  # what was left out is what was put in
-        with pytest.raises(CheckpointError, match="^here: "):
+        with pytest.raises(CheckpointError, match=r"^here: "):
             check_cover("here", "x", SHAPE, wrong)
 
 

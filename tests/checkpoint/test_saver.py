@@ -205,6 +205,11 @@ def test_training_goes_on_while_a_save_is_written_and_the_next_save_waits(tmp_pa
 
 
 def two_ranks(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patches:
+        saved_and_loaded(folder, patches)
+
+
+def saved_and_loaded(folder: Path, patches: pytest.MonkeyPatch) -> None:
     """Shares of two ranks, without locks, no file opened by both; read by two in another cut; a rank that is late."""
     rank, notes, opened, real = dist.get_rank(), [], [], os.open
 
@@ -216,8 +221,9 @@ def two_ranks(folder: Path) -> None:
             opened.append(Path(path).name)
         return real(path, flags, *args, **kwargs)
 
-    fcntl.flock = fcntl.lockf = fcntl.fcntl = no_lock
-    os.open = recording
+    for name in ("flock", "lockf", "fcntl"):
+        patches.setattr(fcntl, name, no_lock)
+    patches.setattr(os, "open", recording)
     group = dist.new_group(timeout=timedelta(seconds=30))
     one = Saver(folder, group=group, keep_last=2, keep_every=0, asynchronous=True, note=notes.append)
     for step in (1, 2, 3):
@@ -225,7 +231,7 @@ def two_ranks(folder: Path) -> None:
         one.save(step, Content(uneven_shares(tensors(step))[rank], files))
         dist.all_reduce(torch.ones(1))  # training's own collectives, meanwhile
     assert one.wait() == folder / step_name(3)
-    os.open = real
+    patches.setattr(os, "open", real)
     everyone = [None, None]
     dist.all_gather_object(everyone, opened, group=group)
     assert not set(everyone[0]) & set(everyone[1])
@@ -261,7 +267,7 @@ def two_ranks(folder: Path) -> None:
 
     real_pwrite, notes[:] = os.pwrite, []
     if rank == 1:
-        os.pwrite = lambda *args: no_lock()
+        patches.setattr(os, "pwrite", no_lock)
     one.save(4, Content(uneven_shares(tensors(4))[rank], {}))
     assert one.wait() is None
     assert notes == (
@@ -269,12 +275,12 @@ def two_ranks(folder: Path) -> None:
         if rank == 0
         else []
     )
-    os.pwrite = real_pwrite
+    patches.setattr(os, "pwrite", real_pwrite)
 
-    late = dist.new_group(timeout=timedelta(seconds=2))
+    late = dist.new_group(timeout=timedelta(seconds=1))
     slow = Saver(folder, group=late, keep_last=2, keep_every=0, asynchronous=True, note=notes.append)
     if rank == 1:
-        os.pwrite = lambda *args: (time.sleep(5), real_pwrite(*args))[1]
+        patches.setattr(os, "pwrite", lambda *args: (time.sleep(3), real_pwrite(*args))[1])
     slow.save(5, Content(uneven_shares(tensors(5))[rank], {}))
     with pytest.raises(RuntimeError):
         slow.wait()

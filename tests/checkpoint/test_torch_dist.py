@@ -1,6 +1,7 @@
 """Blocks written here and read by Megatron-Core and torch, and the other way round; what a reader refuses."""
 
 import io
+import multiprocessing
 import pickle
 from pathlib import Path
 
@@ -54,9 +55,17 @@ def sharded(held: dict[str, torch.Tensor], rank: int) -> dict[str, ShardedTensor
 
 
 def exchange(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(torch.cuda, "synchronize", lambda *_: None)  # Megatron's checkpoints ask for a GPU without need
+        patches.setattr(torch.cuda, "current_device", lambda: "cpu")
+        read_and_written(folder)
+    for process in multiprocessing.active_children():  # that its writer keeps
+        process.terminate()
+        process.join()
+
+
+def read_and_written(folder: Path) -> None:
     """On two ranks: Megatron-Core reads ours; both of its ways to save, and torch's, are written for us."""
-    torch.cuda.synchronize = lambda *_: None  # Megatron's checkpoints ask for a GPU without need
-    torch.cuda.current_device = lambda: "cpu"
     rank, held = dist.get_rank(), tensors()
     wanted = sharded({key: torch.zeros_like(tensor) for key, tensor in held.items()}, rank)
     wanted["extra"] = ShardedObject("decoder.layers.linear._extra_state", None, (2,), (rank,))
