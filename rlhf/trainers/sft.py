@@ -96,7 +96,7 @@ class SFTLoop:
             with self.timers.phase("save"):
                 self.save()
             if self.desk is not None:
-                self._close(self.desk, losses, time.monotonic() - began)
+                self._close(self.desk, state.step, losses, time.monotonic() - began)
 
     def step(self, step: int) -> StepReport:
         """One optimizer step on the step's rows."""
@@ -127,14 +127,14 @@ class SFTLoop:
         clock = ClockMetrics(seconds=time.monotonic() - began)
         self.desk.sinks.write(step, StepMetrics(sft=sft, clock=clock, time=time_spent).flatten())
 
-    def _close(self, desk: Desk, losses: list[float], seconds: float) -> None:
+    def _close(self, desk: Desk, steps: int, losses: list[float], seconds: float) -> None:
         from rlhf.metrics.curves import draw_curves  # noqa: PLC0415  # matplotlib takes a second, and rank 0 alone draws
 
         desk.sinks.close()
         more = {"loss_first": losses[0], "loss_last": losses[-1]} if losses else {}
         desk.folder.write_summary(
             Summary(
-                steps=len(losses),
+                steps=steps,
                 seconds=seconds,
                 held_out_before=NAN,
                 held_out_after=NAN,
@@ -146,7 +146,7 @@ class SFTLoop:
         draw_curves([RunSeries(self.config.name, read_metrics(desk.folder.metrics))], desk.folder.curves)
         report = FinalReport(
             run_folder=desk.folder.path,
-            steps=len(losses),
+            steps=steps,
             seconds=seconds,
             losses=losses,
             model=str(self.save_folder),
