@@ -43,6 +43,8 @@ class Converter:
             where = _join(path, field.name)
             source = node if field.name in list(node) else defaults
             value = self._read(source, field.name, where, kinds[field.name], docs.get(field.name, ""))
+            if isinstance(value, bool) and (words := self._words(cls, field.name, shown(value))):
+                value = self._fault(no_word(where, value, words))
             converted = value if value is FAULTY else self.value(kinds[field.name], value, where)
             values[field.name] = self._stand_in(field, kinds[field.name]) if converted is FAULTY else converted
         with collecting() as broken:
@@ -116,6 +118,17 @@ class Converter:
             return self._empty_section(kind)
         return STAND_INS[get_origin(kind) or kind]
 
+    def _words(self, cls: type, name: str, text: str) -> str:
+        """What the rules of a section say of a text that one field must be one of; nothing for any other field."""
+        kinds = field_types(cls)
+        if kinds[name] is not str:
+            return ""
+        values = {one.name: self._stand_in(one, kinds[one.name]) for one in fields(cls)}
+        with collecting() as broken:
+            cls(**{**values, name: text})
+        found = [re.search(rf"\b{name}: '{text}' given; needs one of ([^;]+);", one.message) for one in broken.found]
+        return next((one[1] for one in found if one), "")
+
     def _empty_section(self, cls: type) -> object:
         kinds = field_types(cls)
         with collecting():
@@ -180,6 +193,12 @@ def wrong_type(where: str, value: object, kind: type) -> str:
     elif value is None:
         cure = "give a value, or remove the key to get the default"
     return f"{where}: {shown(value)} given; needs {needed}; {cure}"
+
+
+def no_word(where: str, value: bool, words: str) -> str:
+    """Message for a word that YAML takes for a truth value."""
+    likes = "on, yes and true" if value else "off, no and false"
+    return f"{where}: {shown(value)} given (YAML reads {likes} so); needs one of {words}; write {where}=WORD"
 
 
 def full_path(message: str, cls: type, path: str) -> str:

@@ -150,6 +150,8 @@ def test_trainer_picks_the_kind_of_run(load):
         ("--seed=1", ["--seed=1: not an override"]),
         ("ppo..epochs=1", ["ppo..epochs=1: not an override"]),
         ("ppo.epochs=[1", ["ppo.epochs: '[1' is not YAML"]),
+        ("sync.verify=off", ["sync.verify", "YAML reads off, no and false so", "all, sample, none"]),
+        ("sync.fanout=yes", ["sync.fanout", "YAML reads on, yes and true so", "direct, node"]),
     ],
 )
 def test_a_mistake_is_named_with_its_place_and_cure(refused, override, parts):
