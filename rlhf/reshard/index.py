@@ -4,6 +4,9 @@ from collections.abc import Mapping
 
 from rlhf.reshard.layout import Box, ModelLayout, ParamLayout
 
+Holders = tuple[tuple[Box, tuple[int, ...]], ...]
+"""Boxes, each with the ranks that hold it, ascending."""
+
 
 class HolderIndex:
     """Boxes of each tensor with the ranks that hold them.
@@ -26,6 +29,8 @@ class HolderIndex:
                 self._ranks[tensor].setdefault(box, []).append(ranks)
         self._alike = alike
         self._joined: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._holders: dict[str, Holders] = {}
+        self._known: dict[Holders, Holders] = {}
         self._by_tensor: dict[int, Mapping[str, tuple[ParamLayout, ...]]] = {}
 
     def boxes(self, tensor: str) -> tuple[Box, ...]:
@@ -39,6 +44,13 @@ class HolderIndex:
         if key not in self._joined:
             self._joined[key] = tuple(sorted({rank for ranks in alike for rank in ranks}))
         return self._joined[key]
+
+    def holders(self, tensor: str) -> Holders:
+        """Boxes of a tensor with their ranks: one and the same tuple for all tensors where they are the same."""
+        if tensor not in self._holders:
+            key = tuple((box, self.ranks(tensor, box)) for box in self._ranks[tensor])
+            self._holders[tensor] = self._known.setdefault(key, key)
+        return self._holders[tensor]
 
     def of_rank(self, rank: int) -> Mapping[str, tuple[ParamLayout, ...]]:
         """What one rank holds, by tensor; empty for a rank outside the layout's pool."""

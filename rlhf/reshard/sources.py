@@ -8,12 +8,19 @@ it (these take turns too), and that rank passes it on to the others.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import lcm
 
-from rlhf.reshard.index import HolderIndex
+from rlhf.reshard.index import HolderIndex, Holders
 from rlhf.reshard.layout import Box
 from rlhf.reshard.topology import Topology, by_node
 
 _NOBODY: dict[int, int] = {}
+
+_Deal = tuple[int, Box, tuple[int, ...], int]
+"""Id of a tensor's wanters, source box, those of its holders that serve, whose turn it is."""
+
+_Block = tuple[Box, tuple[int, ...], tuple[int, ...]]
+"""A block, the ranks that hold it, and those that want it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +41,13 @@ class Sources:
 
     def __init__(self, src: HolderIndex, dst: HolderIndex, topology: Topology, order: Mapping[str, int]) -> None:
         self._src, self._dst, self._topology, self._order = src, dst, topology, order
-        self._holders_on = by_node(src.layout.ranks, topology)
         self._wanters_on = by_node(dst.layout.ranks, topology)
-        self._near: dict[tuple[str, Box, int], dict[int, int]] = {}
-        self._far: dict[tuple[str, Box], dict[int, int]] = {}
+        # By what a tensor's wants and holders are, not by its name: layers and experts are alike.
+        self._near: dict[_Deal, dict[int, int]] = {}
+        self._far: dict[_Deal, dict[int, int]] = {}
         self._by_node: dict[tuple[int, ...], Mapping[int, tuple[int, ...]]] = {}
-        self._crossings: dict[tuple[str, int], tuple[Crossing, ...]] = {}
+        self._blocks: dict[tuple[int, int, int], tuple[tuple[_Block, ...], int]] = {}
+        self._crossings: dict[tuple[int, int, int], tuple[Crossing, ...]] = {}
 
     def near(self, tensor: str, box: Box, dst_rank: int) -> int | None:
         """The holder of a source box, itself or on its node, that a rank takes its part from; None if there is none."""
@@ -67,53 +75,42 @@ class Sources:
 
     def crossings(self, tensor: str, node: int) -> tuple[Crossing, ...]:
         """What crosses into a node of a tensor when each block does so once: disjoint, each wanted by all its ranks."""
-        key = (tensor, node)
+        blocks, period = self._cut(tensor, node)
+        # What is the same for all layers and experts is made once for each turn of theirs.
+        key = (id(blocks), node, self._order[tensor] % period)
         if key not in self._crossings:
-            self._crossings[key] = tuple(self._cross(tensor, node))
+            self._crossings[key] = tuple(self._cross(blocks, tensor, node))
         return self._crossings[key]
 
-    def _cross(self, tensor: str, node: int) -> Iterator[Crossing]:
-        held = {
-            one.box for holder in self._holders_on.get(node, ()) for one in self._src.of_rank(holder).get(tensor, ())
-        }
-        number = self._order[tensor]
-        for part, wanters in self._atoms(tensor, node):
-            left = [part]
-            for box in held:
-                left = [rest for one in left for rest in one.minus(box)]
-            for box in self._src.boxes(tensor) if left else ():
-                rest = []
-                for one in left:
-                    common = one.intersect(box)
-                    if common is None:
-                        rest.append(one)
-                        continue
-                    first = wanters[number % len(wanters)]
-                    others = tuple(rank for rank in wanters if rank != first)
-                    yield Crossing(common, self._sender(tensor, self._src.ranks(tensor, box), node), first, others)
-                    number += 1
-                    rest.extend(one.minus(common))
-                left = rest
+    def _cross(self, blocks: Iterable[_Block], tensor: str, node: int) -> Iterator[Crossing]:
+        for number, (box, holders, wanters) in enumerate(blocks, self._order[tensor]):
+            first = wanters[number % len(wanters)]
+            others = tuple(rank for rank in wanters if rank != first)
+            yield Crossing(box, self._sender(tensor, holders, node), first, others)
 
-    def _atoms(self, tensor: str, node: int) -> list[tuple[Box, tuple[int, ...]]]:
-        """What ranks of a node want of a tensor, cut so that each block is wanted whole by the same ranks."""
-        wanters: dict[Box, list[int]] = {}
-        for rank in self._wanters_on[node]:
-            for box in {one.box: None for one in self._dst.of_rank(rank).get(tensor, ())}:
-                wanters.setdefault(box, []).append(rank)
-        atoms: list[tuple[Box, set[int]]] = []
-        for box, ranks in wanters.items():
-            fresh, cut = [box], []
-            for atom, others in atoms:
-                common = atom.intersect(box)
-                if common is None:
-                    cut.append((atom, others))
-                    continue
-                cut.append((common, others | set(ranks)))
-                cut.extend((rest, others) for rest in atom.minus(common))
-                fresh = [rest for one in fresh for rest in one.minus(common)]
-            atoms = [*cut, *((one, set(ranks)) for one in fresh)]
-        return [(box, tuple(sorted(ranks))) for box, ranks in atoms]
+    def _cut(self, tensor: str, node: int) -> tuple[tuple[_Block, ...], int]:
+        """What ranks of a node want of a tensor and none of them holds; after how many tensors turns come round."""
+        wanters, holders = self._dst.holders(tensor), self._src.holders(tensor)
+        key = (id(wanters), id(holders), node)
+        if key not in self._blocks:
+            held = [box for box, _ in self._on_node(holders, node)]
+            found = []
+            for part, ranks in _atoms(self._on_node(wanters, node)):
+                left = [part]
+                for box in held:
+                    left = [rest for one in left for rest in one.minus(box)]
+                for box, sources in holders if left else ():
+                    common = [(one, one.intersect(box)) for one in left]
+                    found += [(block, sources, ranks) for _, block in common if block is not None]
+                    left = [rest for one, block in common for rest in (one.minus(block) if block else (one,))]
+            turns = (len(ranks) for _, sources, wanting in found for ranks in (sources, wanting))
+            self._blocks[key] = tuple(found), lcm(*turns)
+        return self._blocks[key]
+
+    def _on_node(self, holders: Holders, node: int) -> Holders:
+        """What is held, or wanted, on one node."""
+        found = ((box, self._on_nodes(ranks).get(node)) for box, ranks in holders)
+        return tuple((box, ranks) for box, ranks in found if ranks)
 
     def _sender(self, tensor: str, holders: Sequence[int], node: int) -> int:
         """Nodes take turns by their number, so that no rank needs to know which others want a block."""
@@ -123,25 +120,26 @@ class Sources:
         holders = self._on_nodes(self._src.ranks(tensor, box)).get(node)
         if not holders:
             return _NOBODY
-        key = (tensor, box, node)
+        wanters = self._dst.holders(tensor)
+        key = (id(wanters), box, holders, self._order[tensor] % len(holders))
         if key not in self._near:
-            wanting = (rank for rank in self._wanters_on.get(node, ()) if _wants(self._dst, rank, tensor, box))
-            self._near[key] = self._deal(tensor, holders, wanting)
+            wanting = {rank for there, ranks in self._on_node(wanters, node) if there.intersect(box) for rank in ranks}
+            self._near[key] = self._deal(tensor, holders, sorted(wanting))
         return self._near[key]
 
     def _far_of(self, tensor: str, box: Box) -> dict[int, int]:
-        key = (tensor, box)
+        holders, wanters = self._src.ranks(tensor, box), self._dst.holders(tensor)
+        key = (id(wanters), box, holders, self._order[tensor] % len(holders))
         if key not in self._far:
-            holders = self._src.ranks(tensor, box)
             near = self._on_nodes(holders)
-            wanters = {
+            wanting = {
                 rank
-                for wanted in self._dst.boxes(tensor)
+                for wanted, ranks in wanters
                 if wanted.intersect(box) is not None
-                for rank in self._dst.ranks(tensor, wanted)
+                for rank in ranks
                 if self._topology.nodes[rank] not in near
             }
-            self._far[key] = self._deal(tensor, holders, sorted(wanters))
+            self._far[key] = self._deal(tensor, holders, sorted(wanting))
         return self._far[key]
 
     def _on_nodes(self, holders: tuple[int, ...]) -> Mapping[int, tuple[int, ...]]:
@@ -162,5 +160,18 @@ class Sources:
         return dealt
 
 
-def _wants(index: HolderIndex, rank: int, tensor: str, box: Box) -> bool:
-    return any(one.box.intersect(box) is not None for one in index.of_rank(rank).get(tensor, ()))
+def _atoms(wanted: Holders) -> list[tuple[Box, tuple[int, ...]]]:
+    """What ranks of a node want, cut so that each block is wanted whole by the same ranks."""
+    atoms: list[tuple[Box, set[int]]] = []
+    for box, ranks in wanted:
+        fresh, cut = [box], []
+        for atom, others in atoms:
+            common = atom.intersect(box)
+            if common is None:
+                cut.append((atom, others))
+                continue
+            cut.append((common, others | set(ranks)))
+            cut.extend((rest, others) for rest in atom.minus(common))
+            fresh = [rest for one in fresh for rest in one.minus(common)]
+        atoms = [*cut, *((one, set(ranks)) for one in fresh)]
+    return [(box, tuple(sorted(ranks))) for box, ranks in atoms]
