@@ -26,7 +26,7 @@ Knows no plan and no process group, and needs torch alone, so that an engine's p
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 
 import torch
@@ -85,11 +85,17 @@ def twice(box: Box, first: Tensor, second: Tensor) -> tuple[Weighted, Weighted]:
 
 
 def checksums(blocks: Sequence[Block]) -> list[int]:
-    """Checksum of each block, signed 64-bit numbers; waits for their device once."""
+    """Checksum of each block, signed 64-bit numbers; waits for their device once.
+
+    Elements may be of any dtype and strides, all on one device; each is read once.
+    """
     if not blocks:
         return []
-    rooms = {device: _room(device) for device in {block.device for _, _, block in blocks}}
-    sums = torch.stack([_nameless(box, block, rooms[block.device]) for _, box, block in blocks]).tolist()
+    room = _room(blocks[0][2].device)
+    tiles = [(at, *tile) for at, (_, box, block) in enumerate(blocks) for tile in _nameless(box, block, room)]
+    sums = [0] * len(blocks)
+    for (at, factor, _), number in zip(tiles, torch.stack([total for *_, total in tiles]).tolist(), strict=True):
+        sums[at] += factor * number
     return [wrapped(total * _name_number(tensor)) for (tensor, _, _), total in zip(blocks, sums, strict=True)]
 
 
@@ -98,15 +104,9 @@ def wrapped(total: int) -> int:
     return (total + 2**63) % 2**64 - 2**63
 
 
-def checksum(tensor: str, box: Box, block: Tensor) -> Tensor:
-    """Checksum of one block, int64 [] on the block's device; sums of them wrap around.
-
-    Args:
-        tensor: Name of the logical tensor.
-        box: The block's place in it.
-        block: The elements, of the box's shape; any dtype and strides. It is read once.
-    """
-    return _nameless(box, block, _room(block.device)) * _name_number(tensor)
+def checksum(tensor: str, box: Box, block: Tensor) -> int:
+    """Checksum of one block: elements of the box's shape, at its place in the logical tensor of that name."""
+    return checksums([(tensor, box, block)])[0]
 
 
 def inside(box: Box, part: Box) -> Box:
@@ -119,19 +119,16 @@ def _room(device: torch.device) -> Tensor:
     return torch.empty(TILE_NUMBERS.get(device.type, DEVICE_TILE_NUMBERS), dtype=torch.int64, device=device)
 
 
-def _nameless(box: Box, block: Tensor, room: Tensor) -> Tensor:
-    """The checksum of a block without its tensor's factor."""
+def _nameless(box: Box, block: Tensor, room: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(factor, sum) of each tile of a block, without its tensor's factor; int64 []."""
     assert tuple(block.shape) == box.shape, f"reshard: block {tuple(block.shape)} for box {box.spans}"
     if len(box.spans) == 1:
         box, block = Box(((0, 1), *box.spans)), block[None]
-    sums = []
     for factor, plane, spans in _planes(box, block):
         (top, _), (left, _) = spans
         for rows, columns in _tiles(spans, 8 // block.dtype.itemsize, len(room)):
             part = plane[rows[0] - top : rows[1] - top, columns[0] - left : columns[1] - left]
-            total = _sum(*_numbers(part, columns), rows[0], room)
-            sums.append(total if factor == 1 else total * factor)
-    return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
+            yield factor, _sum(*_numbers(part, columns), rows[0], room)
 
 
 def _planes(box: Box, block: Tensor) -> Iterator[tuple[int, Tensor, tuple[Span, Span]]]:
@@ -169,15 +166,23 @@ def _numbers(part: Tensor, columns: Span) -> tuple[Tensor, int]:
 
 
 def _sum(z: Tensor, place: int, row: int, room: Tensor) -> Tensor:
-    (rows, places), device = z.shape, z.device
-    upper = torch.bitwise_right_shift(z, 32, out=room[: z.numel()].view(z.shape))
-    sums = torch.empty(2, rows + places, dtype=torch.int64, device=device)
-    for of, numbers in zip(sums, (z, upper), strict=True):
-        torch.sum(numbers, 1, out=of[:rows])
-        torch.sum(numbers, 0, out=of[rows:])
-    sums[:, :rows] *= _hashes(_ROW, row, row + rows, device)
-    sums[:, rows:] *= _hashes(_PLACE, place, place + places, device)
-    return sums.sum()
+    # Few calls, since blocks of a sample are so small that calls take as long as the sums.
+    rows, places = z.shape
+    upper = torch.bitwise_right_shift(z, 32, out=room[: z.numel()].view(rows, places))
+    sums = torch.empty(2 * (rows + places), dtype=torch.int64, device=z.device)
+    of_rows, of_places, upper_of_rows, upper_of_places = sums.split([rows, places, rows, places])
+    torch.sum(z, 1, out=of_rows)
+    torch.sum(z, 0, out=of_places)
+    torch.sum(upper, 1, out=upper_of_rows)
+    torch.sum(upper, 0, out=upper_of_places)
+    return sums.mul_(_factors(row, rows, place, places, z.device)).sum()
+
+
+@lru_cache(maxsize=1024)
+def _factors(row: int, rows: int, place: int, places: int, device: torch.device) -> Tensor:
+    """A, B, C and D of a tile, one after the other. Kept: layers are alike; one takes a hundredth of its tile."""
+    of_rows, of_places = _hashes(_ROW, row, row + rows, device), _hashes(_PLACE, place, place + places, device)
+    return torch.cat([of_rows[0], of_places[0], of_rows[1], of_places[1]])
 
 
 def _hashes(role: int, start: int, stop: int, device: torch.device) -> Tensor:
