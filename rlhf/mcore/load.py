@@ -103,7 +103,8 @@ def _fill(model: MegatronModel, slice_of: SliceOf, *, where: str, given: Set[str
         raise CheckpointError(f"{where}: nothing sets {', '.join(sorted(unset))}; needs a layout that knows them")
     for name in (EMBEDDING, OUTPUT):  # rows of padding, which no piece covers
         if name in params:
-            params[name].zero_()
+            ends = [piece.param_box(piece.box).spans[0][1] for piece in holdings if piece.param == name]
+            params[name][max(ends, default=0) :].zero_()
     for piece in holdings:
         if piece.tensor in given:
             continue

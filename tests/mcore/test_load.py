@@ -21,7 +21,7 @@ from rlhf.families.registry import hf_config, read_spec
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.groups import ModelGroups, make_groups
 from rlhf.mcore.layout import EMBEDDING, OUTPUT, local_params, megatron_layout, param_shapes
-from rlhf.mcore.load import draw_weights, load_weights, set_weights
+from rlhf.mcore.load import draw_rest, draw_weights, load_weights, set_weights
 from rlhf.mcore.model import MegatronModel, build_model
 from tests.mcore.stand_in import stand_in_model, tiny_moe_spec, tiny_spec
 from tests.mcore.tiny import make_checkpoint
@@ -51,6 +51,20 @@ def test_weights_are_the_checkpoints_in_the_models_dtype(tmp_path: Path, groups:
         found = params[piece.param][piece.param_box(piece.box).slices]
         assert found.dtype is torch.bfloat16
         assert torch.equal(found, source.read(piece.tensor, piece.box.slices).bfloat16()), piece.tensor
+
+
+def test_what_is_given_stays_and_the_rest_is_drawn_as_ever(groups: ModelGroups) -> None:
+    drawn, model = (build(tiny_spec(), groups, head=Head.VALUE) for _ in range(2))
+    draw_weights(drawn)
+    for param in local_params(model).values():
+        param.fill_(7)
+    holdings = megatron_layout(model.spec, model.parallel, head=Head.VALUE, dtype="float32").holdings(0)
+    draw_rest(model, given={piece.tensor for piece in holdings} - {"score.weight"})
+    expected, found = local_params(drawn), local_params(model)
+    for piece in holdings:
+        inside = piece.param_box(piece.box).slices
+        wanted = expected[piece.param][inside] if piece.tensor == "score.weight" else torch.tensor(7.0)
+        assert (found[piece.param][inside] == wanted).all(), piece.tensor
 
 
 @pytest.mark.parametrize("case", ["qwen3_moe", "mixtral"])
