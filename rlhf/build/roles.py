@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from rlhf.checkpoint.convert_load import load_stored
 from rlhf.checkpoint.hf_export import export_hf
 from rlhf.config.model import FrozenRoleConfig, ModelConfig, TrainedRoleConfig
 from rlhf.config.run import PPORunConfig
-from rlhf.families.folder import resolve_folder
+from rlhf.families.folder import has_safetensors, resolve_folder
 from rlhf.families.frozen import changing_tensors, frozen_tensors
 from rlhf.families.registry import read_spec
 from rlhf.families.spec import Head, ModelSpec
@@ -50,7 +51,9 @@ def make_model(
         overlap_param_gather=isinstance(role, TrainedRoleConfig) and role.optim.overlap_param_gather,
         span=site.span,
     )
-    if role.model.init != "actor":
+    if role.model.init == "checkpoint" and not has_safetensors(folder := resolve_folder(role.model.path)):
+        load_stored(model, folder)
+    elif role.model.init != "actor":
         set_weights(model, role.model)
     return model
 

@@ -67,6 +67,11 @@ def weight_files(folder: Path) -> dict[str, str]:
     return _read_index(folder)
 
 
+def has_safetensors(folder: Path) -> bool:
+    """Whether a folder has weights as Hugging Face keeps them."""
+    return (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file()
+
+
 def check_whole(folder: Path, tensors: Iterable[LogicalTensor]) -> None:
     """Raise CheckpointError unless the folder holds the tensors, each of its shape, in whole files.
 

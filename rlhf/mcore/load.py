@@ -51,30 +51,41 @@ def load_weights(model: MegatronModel, folder: Path) -> None:
         CheckpointError: A tensor is missing or has another shape than config.json implies.
     """
     source = HfFolder(folder)
-    tensors = {tensor.name: tensor for tensor in logical_tensors(model.spec, head=model.head)}
-    drawn = {name for name, tensor in tensors.items() if tensor.part is Part.VALUE_HEAD and name not in source.names()}
-    if drawn:
-        LOG.info("%s: no %s; the value head starts from the seed", folder, ", ".join(sorted(drawn)))
-    source.check(tensor for name, tensor in tensors.items() if name not in drawn)
-
-    def slice_of(tensor: LogicalTensor, box: Box) -> Tensor:
-        return _draw(model, tensor, box) if tensor.name in drawn else source.read(tensor.name, box.slices)
-
-    _fill(model, slice_of, where=str(folder))
+    names = source.names()
+    tensors = logical_tensors(model.spec, head=model.head)
+    source.check(tensor for tensor in tensors if tensor.name in names or not _may_be_drawn(tensor))
+    take_weights(model, lambda tensor, box: source.read(tensor.name, box.slices), names=names, where=str(folder))
 
 
-def take_weights(model: MegatronModel, slice_of: SliceOf, *, where: str) -> None:
+def take_weights(model: MegatronModel, slice_of: SliceOf, *, names: Set[str], where: str) -> None:
     """Set all weights from wherever `slice_of` finds a box of a tensor. On all ranks of the pool; no communication.
 
     Args:
         model: What is filled; rows of padding become zero.
         slice_of: Gives the elements of a tensor's box, in any dtype.
+        names: The tensors that it has; a value head that is not among them is drawn from the model's seed, and the log
+            says so.
         where: Their origin, in a message.
 
     Raises:
         CheckpointError: A parameter that no tensor sets.
     """
-    _fill(model, slice_of, where=where)
+    drawn = {
+        tensor.name
+        for tensor in logical_tensors(model.spec, head=model.head)
+        if _may_be_drawn(tensor) and tensor.name not in names
+    }
+    if drawn:
+        LOG.info("%s: no %s; the value head starts from the seed", where, ", ".join(sorted(drawn)))
+    _fill(
+        model,
+        lambda tensor, box: _draw(model, tensor, box) if tensor.name in drawn else slice_of(tensor, box),
+        where=where,
+    )
+
+
+def _may_be_drawn(tensor: LogicalTensor) -> bool:
+    return tensor.part is Part.VALUE_HEAD
 
 
 def draw_rest(model: MegatronModel, *, given: Set[str]) -> None:

@@ -11,6 +11,7 @@ from rlhf.config.parallel import ParallelConfig
 from rlhf.data.batch import Sequences
 from rlhf.data.ragged import Ragged
 from rlhf.dist.groups import GroupFactory
+from rlhf.families.registry import logical_tensors
 from rlhf.families.spec import Head, LogicalTensor, ModelSpec
 from rlhf.mcore.groups import make_groups
 from rlhf.mcore.load import take_weights
@@ -47,7 +48,8 @@ def logits_on_first_rank(
         return None
     config = ModelConfig(path=where, dtype="float32")
     model = build_model(spec, config, alone, groups, head=Head.LM, device=cpu, seed=0, trainable=False)
-    take_weights(model, slice_of, where=where)
+    names = {tensor.name for tensor in logical_tensors(spec, head=Head.LM)}
+    take_weights(model, slice_of, names=names, where=where)
     found = []
     with torch.no_grad():
         for row in rows:

@@ -15,7 +15,7 @@ from rlhf.config.rollout import RolloutConfig, SamplingConfig
 from rlhf.config.run import PPORunConfig, RunConfig
 from rlhf.data.row_files import check_there
 from rlhf.families.admissible import check_layout
-from rlhf.families.folder import check_whole, find_folder, resolve_folder
+from rlhf.families.folder import check_whole, find_folder, has_safetensors, resolve_folder
 from rlhf.families.frozen import frozen_tensors
 from rlhf.families.inherit import inherited_tensors
 from rlhf.families.published import find_published
@@ -136,7 +136,12 @@ def _checked_folder(name: str, role: Role, *, save_hf: str) -> ModelSpec:
     spec = read_spec(folder)
     if role.model.init == "checkpoint":
         with noted():
-            check_whole(folder, logical_tensors(spec, head=_head_of(name)))
+            if has_safetensors(folder):
+                check_whole(folder, logical_tensors(spec, head=_head_of(name)))
+            else:
+                from rlhf.checkpoint.convert_load import check_stored  # noqa: PLC0415  # it imports Megatron
+
+                check_stored(folder, spec)
     if save_hf and Path(save_hf).resolve() == folder.resolve():
         refuse(
             f"save_hf: {save_hf} is the folder of {name}.model.path, which it would overwrite; needs another; change it"
