@@ -197,7 +197,7 @@ class Checkpoints:
             files[DRIVER_FILE] = record.to_json()
             files["config.yaml"] = to_yaml(self._config).encode()
         blocks = [block for role in self._roles for block in role.blocks(own_share=True)]
-        return Content(blocks, files)
+        return Content(blocks, files, tuple(empty_objects))
 
     def _sums_of_frozen(self) -> dict[str, str]:
         """Checksum of the weights of each frozen role, whatever its layout. Collective the first time."""
