@@ -122,7 +122,15 @@ def _parser() -> argparse.ArgumentParser:
         prog="rlhf-convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    to_megatron = commands.add_parser("to-megatron", help="any checkpoint -> a folder that Megatron-LM and we load")
+    to_megatron = _command(
+        commands,
+        "to-megatron",
+        "any checkpoint -> a folder that Megatron-LM and we load",
+        (
+            "models/llama3_8b ckpt/llama3_8b --tp 2 --pp 2",
+            "models/qwen3_moe ckpt/qwen3_moe --tp 2 --ep 8 --dtype bfloat16",
+        ),
+    )
     options.add_source(to_megatron, "SOURCE")
     options.add_out(to_megatron)
     options.add_layout(to_megatron)
@@ -130,7 +138,12 @@ def _parser() -> argparse.ArgumentParser:
     options.add_format(to_megatron)
     options.add_trials(to_megatron)
     options.add_json(to_megatron)
-    to_hf = commands.add_parser("to-hf", help="any checkpoint -> a Hugging Face folder")
+    to_hf = _command(
+        commands,
+        "to-hf",
+        "any checkpoint -> a Hugging Face folder",
+        ("ckpt/llama3_8b models/back --shard-size 2GB", "runs/ppo/checkpoints models/critic --role critic"),
+    )
     options.add_source(to_hf, "SOURCE")
     options.add_out(to_hf)
     to_hf.add_argument(
@@ -143,7 +156,12 @@ def _parser() -> argparse.ArgumentParser:
     options.add_check(to_hf)
     options.add_trials(to_hf)
     options.add_json(to_hf)
-    verify = commands.add_parser("verify", help="do two checkpoints hold the same model?")
+    verify = _command(
+        commands,
+        "verify",
+        "do two checkpoints hold the same model? Exit code 0: yes; 1: what differs is named",
+        ("models/llama3_8b ckpt/llama3_8b --json report.json", "models/llama3_8b models/short --dtype bfloat16"),
+    )
     verify.add_argument("a", type=Path, metavar="A", help="a checkpoint's folder, in any format")
     verify.add_argument("b", type=Path, metavar="B", help="another")
     options.add_about(verify)
@@ -157,8 +175,26 @@ def _parser() -> argparse.ArgumentParser:
         help="compare what transformers and our Megatron model say, where two float32 models fit into memory (yes)",
     )
     options.add_json(verify)
-    inspect = commands.add_parser("inspect", help="what lies in a checkpoint's folder, and whether it is whole")
+    inspect = _command(
+        commands,
+        "inspect",
+        "what lies in a checkpoint's folder, and whether it is whole. Exit code 1: it is damaged",
+        ("ckpt/llama3_8b", "runs/ppo/checkpoints/step_00000100 --no-check --json step.json"),
+    )
     options.add_source(inspect, "CHECKPOINT")
     options.add_check(inspect)
     options.add_json(inspect)
     return parser
+
+
+def _command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, what: str, examples: Sequence[str]
+) -> argparse.ArgumentParser:
+    lines = "\n".join(f"  rlhf-convert {name} {example}" for example in examples)
+    return commands.add_parser(
+        name,
+        help=what,
+        description=what,
+        epilog=f"examples:\n{lines}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
