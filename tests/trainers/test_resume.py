@@ -15,9 +15,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlhf.build.loops import build_loop
+from rlhf.checkpoint.manifest import read_manifest
 from rlhf.config.load import load_config
 from rlhf.dist.groups import GroupFactory
 from rlhf.errors import CheckpointError, SaveError
+from rlhf.preflight.checkpoint import saved_bytes
+from rlhf.preflight.roles import model_roles
 from rlhf.trainers.ppo import PPOLoop
 from rlhf.trainers.run_record import RunRecord
 from rlhf.trainers.sft import SFTLoop
@@ -184,6 +187,9 @@ def _stopped_and_gone_on_with(start: Start, whole: dict) -> None:
     first = start.loop("stop")
     stop_after(first, start.run("stop"), 3)
     assert [path.name for path in (start.run("stop") / "checkpoints").glob("step_*")] == ["step_00000003"]
+    specs = {role.name: role.model.spec for role in first.checkpoints._roles}
+    foretold = sum(one.weights + one.optimizer for one in saved_bytes(model_roles(first.config, specs)))
+    assert read_manifest(start.run("stop") / "checkpoints" / "step_00000003").state.num_bytes == foretold
     second = start.loop("stop")
     said = start.said()
     assert f"resume: from step 3 of 6, {start.run('stop')}/checkpoints/step_00000003" in said
@@ -271,6 +277,26 @@ def _a_stop_that_cannot_be_saved_fails(start: Start) -> None:
     assert [line["step"] for line in metrics(start.run("full"))] == [0, 1]
 
 
+def _a_save_that_fails_in_the_background_costs_a_line(start: Start) -> None:
+    loop, folder = start.loop("line", "checkpoint.every_steps=1", "num_steps=3"), start.run("line") / "checkpoints"
+    folder.rmdir()
+    folder.write_text("")
+    ask, done = loop.reporter.stop_agreed, count()
+
+    def stop_agreed() -> bool:
+        if next(done) == 2:
+            loop.checkpoints._saver.wait()
+            folder.unlink()
+            folder.mkdir()
+        return ask()
+
+    loop.reporter.stop_agreed = stop_agreed
+    loop.run()
+    said = start.said()
+    assert [f"checkpoint of step {step} was not saved: " in said for step in (1, 2, 3)] == [True, True, False]
+    assert [path.name for path in folder.glob("step_*")] == ["step_00000003"]
+
+
 def _sft_goes_on_too(start: Start) -> None:
     whole = start.sft("sft_whole")
     whole.run()
@@ -301,6 +327,7 @@ def _all_checks(folder: Path) -> None:
         _what_differs_is_said(start)
         _another_run_begins_from_a_checkpoint(start)
         _a_stop_that_cannot_be_saved_fails(start)
+        _a_save_that_fails_in_the_background_costs_a_line(start)
         _sft_goes_on_too(start)
 
 
