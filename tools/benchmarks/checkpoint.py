@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch.multiprocessing as mp
 
 from tools.benchmarks import checkpoint_ranks, conversion
-from tools.benchmarks.checkpoint_ranks import CHECKED, DIRECT, LOAD, RAW_READ, RAW_WRITE, READ, SAVE, STALL
+from tools.benchmarks.checkpoint_ranks import CHECKED, DIRECT, DIRECT_READ, LOAD, RAW_READ, RAW_WRITE, READ, SAVE, STALL
 from tools.benchmarks.compare import Options
 from tools.benchmarks.measure import Runs
 from tools.benchmarks.report import Report, Row, number
@@ -47,6 +47,7 @@ def _save_and_load(options: Options, report: Report) -> None:
     _against(report, "checkpoint/save", seconds, SAVE, RAW_WRITE, target=RAW_TARGET)
     _against(report, "checkpoint/save/direct", seconds, SAVE, DIRECT)
     _against(report, "checkpoint/load", seconds, LOAD, RAW_READ, target=RAW_TARGET)
+    _against(report, "checkpoint/load/direct", seconds, LOAD, DIRECT_READ)
     for part in (CHECKED, READ):
         report.add(Row(name=f"checkpoint/load/{part}", value=_s(seconds[part]), unit="s", spread=seconds[part].spread))
     _against(report, "checkpoint/stall", seconds, STALL, SAVE, target=STALL_TARGET)

@@ -23,6 +23,7 @@ from tools.benchmarks.measure import timed
 SAVE, STALL, LOAD = "synchronous save", "stall of an asynchronous save", "checked and loaded"
 CHECKED, READ = "checked", "read"
 RAW_WRITE, DIRECT, RAW_READ = "raw write and fsync", "raw direct write and fsync", "raw read"
+DIRECT_READ = "raw direct read"
 
 CHUNK_BYTES = 8 * 2**20
 """Of a raw write or read, as `dd bs=8M` has them."""
@@ -103,7 +104,8 @@ def _ways(
         (DIRECT, partial(_write, raw, flat, os.O_DIRECT), partial(_forget, raw.parent)),
         (SAVE, partial(kinds[SAVE].save, step, content), nothing),
         (STALL, partial(kinds[STALL].save, step, content), partial(_finish, kinds[STALL], raw.parent)),
-        (RAW_READ, partial(_read, raw), partial(_forget, raw.parent)),
+        (RAW_READ, partial(_read, raw, 0), partial(_forget, raw.parent)),
+        (DIRECT_READ, partial(_read, raw, os.O_DIRECT), nothing),
         (CHECKED, partial(newest_whole, checkpoint, group=dist.group.WORLD, note=print), nothing),
         (READ, partial(load, checkpoint / step_name(step), blocks, group=dist.group.WORLD), nothing),
     ]
@@ -111,6 +113,7 @@ def _ways(
 
 def _finish(saver: Saver, folder: Path) -> None:
     saver.wait()
+    dist.barrier()  # the first rank may still remove the checkpoint before
     _forget(folder)
 
 
@@ -133,9 +136,7 @@ def _blocks(job: Job) -> list[Block]:
 def _write(path: Path, flat: list[Tensor], flags: int) -> None:
     """What dd would do from memory. Direct writes take what is a multiple of a page; the blocks are, in the main."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags)
-    room = torch.empty(CHUNK_BYTES + 4096, dtype=torch.uint8)
-    room = room[-room.data_ptr() % 4096 :][:CHUNK_BYTES]
-    memory, filled = room.numpy().data, 0
+    room = _on_a_page()
     for one in flat:
         for part in one.split(CHUNK_BYTES):
             if flags:
@@ -150,12 +151,18 @@ def _write(path: Path, flat: list[Tensor], flags: int) -> None:
     os.close(handle)
 
 
-def _read(path: Path) -> None:
-    memory = torch.empty(CHUNK_BYTES, dtype=torch.uint8).numpy().data
-    handle = os.open(path, os.O_RDONLY)
+def _read(path: Path, flags: int) -> None:
+    memory = _on_a_page().numpy().data
+    handle = os.open(path, os.O_RDONLY | flags)
     while os.readv(handle, [memory]):
         pass
     os.close(handle)
+
+
+def _on_a_page() -> Tensor:
+    """Memory for a chunk, as direct writes and reads want it."""
+    room = torch.empty(CHUNK_BYTES + 4096, dtype=torch.uint8)
+    return room[-room.data_ptr() % 4096 :][:CHUNK_BYTES]
 
 
 def _forget(folder: Path) -> None:
