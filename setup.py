@@ -60,7 +60,7 @@ SGLANG_CPU = [
     "zstandard",
 ]
 """What SGLang imports on a CPU; scripts/setup.sh installs it without its own requirements, most of which need a GPU."""
-TEST = ["pytest", "pytest-timeout", "hypothesis"]
+TEST = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis"]
 DEV = ["ruff", "mypy"]
 
 setup(
