@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlhf.checkpoint.convert_sources import Place, Remark
 
-LISTED = 8
+LISTED = 3
 """Kinds of tensors that a table names one by one."""
 
 _GIB = 2**30

@@ -66,6 +66,7 @@ def test_there_and_back_is_the_same_to_the_bit(case: str, models: Path, tmp_path
     for name in ("config.json", "generation_config.json"):
         if (source / name).is_file():
             assert json.loads((tmp_path / "back" / name).read_text()) == json.loads((source / name).read_text())
+    run("verify", source, tmp_path / "back", "--no-logits")
     assert not list(tmp_path.glob(".*"))
 
 
