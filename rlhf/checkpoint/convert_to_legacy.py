@@ -6,9 +6,8 @@ OUT/config.json, tokenizer.json, ...                 of the Hugging Face folder,
 OUT/conversion.json, manifest.json                   what was converted; every file's size and checksum
 """
 
-import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +22,9 @@ from rlhf.checkpoint.convert_ranks import Crew, appearing
 from rlhf.checkpoint.convert_sources import Wanted, Weights, common_dtype
 from rlhf.checkpoint.convert_to_megatron import replicated, said
 from rlhf.checkpoint.data_file import WrittenFile
-from rlhf.checkpoint.file_sum import sum_at
-from rlhf.checkpoint.legacy_file import FILE_NAME, read_legacy_file
-from rlhf.checkpoint.legacy_frame import write_at, write_frame
+from rlhf.checkpoint.disk_stream import DiskStream
+from rlhf.checkpoint.legacy_file import FILE_NAME
+from rlhf.checkpoint.legacy_frame import frame_of
 from rlhf.checkpoint.legacy_layout import ranks_of_folders
 from rlhf.checkpoint.state_checksum import StateChecksum
 from rlhf.config.parallel import ParallelConfig
@@ -33,7 +32,6 @@ from rlhf.families.raw_tensor import READ_BYTES, RawTensor
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.layout import EMBEDDING, OUTPUT, layers_before, megatron_layout, param_shapes
 from rlhf.mcore.param_names import local_name, module_name
-from rlhf.reshard.checksum import wrapped
 from rlhf.reshard.layout import Box, ModelLayout, ParamLayout
 
 
@@ -150,7 +148,7 @@ def rank_bytes(target: LegacyTarget, rank: int) -> int:
 
 
 def _write(weights: Weights, folder: Path, name: str, rank: int, target: LegacyTarget) -> WrittenFile:
-    """One rank's file: everything but elements, then the elements, a window after the other."""
+    """One rank's file, in order, a window of a few MiB after the other."""
     path = folder / RELEASE / name / FILE_NAME
     path.parent.mkdir(parents=True)
     chunks = chunks_of_rank(target, rank)
@@ -158,48 +156,37 @@ def _write(weights: Weights, folder: Path, name: str, rank: int, target: LegacyT
     for number, shapes in enumerate(chunks):
         key = "model" if len(chunks) == 1 else f"model{number}"
         entries[key] = {one: torch.empty(shape, dtype=target.dtype) for one, shape in shapes.items()}
-    size, total = write_frame(path, entries)
+    before = layers_before(target.spec, target.parallel, rank // target.parallel.tp % target.parallel.pp)
+    params = [RawTensor(shape, target.dtype, 0) for shapes in chunks for shape in shapes.values()]
+    names = [local_name(one, start) for start, shapes in zip(before, chunks, strict=True) for one in shapes]
+    texts = frame_of(entries, [param.num_bytes for param in params])
     pieces: dict[str, list[ParamLayout]] = {}
     for piece in target.layout.holdings(rank):
         pieces.setdefault(piece.param, []).append(piece)
-    handle = os.open(path, os.O_WRONLY)
-    try:
-        for param, stored in _placed(path, target, rank).items():
-            total += _fill(weights, handle, stored, pieces.get(param, []), is_padded=param in (EMBEDDING, OUTPUT))
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    return WrittenFile(str(path.relative_to(folder)), size, wrapped(total), (), {})
+    with DiskStream(path) as disk:
+        for text, param, of_param in zip(texts, params, names, strict=False):
+            disk.append(text)
+            is_padded = of_param in (EMBEDDING, OUTPUT)
+            for part in _windows(weights, param, pieces.get(of_param, []), is_padded=is_padded):
+                disk.append(part)
+        disk.append(texts[-1])
+    return WrittenFile(str(path.relative_to(folder)), disk.size, disk.checksum, (), {})
 
 
-def _placed(path: Path, target: LegacyTarget, rank: int) -> Mapping[str, RawTensor]:
-    """Where the elements of each parameter go, read from the file as any reader would."""
-    before = layers_before(target.spec, target.parallel, rank // target.parallel.tp % target.parallel.pp)
-    return {
-        local_name(name, start): stored
-        for start, chunk in zip(before, read_legacy_file(path).chunks, strict=True)
-        for name, stored in chunk.items()
-    }
-
-
-def _fill(weights: Weights, handle: int, stored: RawTensor, pieces: list[ParamLayout], *, is_padded: bool) -> int:
-    """Write a parameter's elements; the sum of them as bytes of the file. Padding is zeros."""
-    row_elements = torch.Size(stored.shape[1:]).numel()
-    row_bytes, total = row_elements * stored.dtype.itemsize, 0
+def _windows(weights: Weights, param: RawTensor, pieces: list[ParamLayout], *, is_padded: bool) -> Iterator[Tensor]:
+    """A parameter's bytes in order, each window in the same memory. Padding is zeros."""
+    row_bytes = param.num_bytes // param.shape[0]
     step = max(1, READ_BYTES // row_bytes)
-    room = torch.empty(min(step, stored.shape[0]) * row_bytes, dtype=torch.uint8)
-    for first in range(0, stored.shape[0], step):
-        stop = min(first + step, stored.shape[0])
+    room = torch.empty(min(step, param.shape[0]) * row_bytes, dtype=torch.uint8)
+    for first in range(0, param.shape[0], step):
+        stop = min(first + step, param.shape[0])
         part = room[: (stop - first) * row_bytes]
         if is_padded:
             part.zero_()
-        block = part.view(stored.dtype).view(stop - first, *stored.shape[1:])
-        window = Box(((first, stop), *((0, extent) for extent in stored.shape[1:])))
+        block = part.view(param.dtype).view(stop - first, *param.shape[1:])
+        window = Box(((first, stop), *((0, extent) for extent in param.shape[1:])))
         weights.read([one for piece in pieces if (one := _wanted(piece, window, block)) is not None])
-        start = stored.start + first * row_bytes
-        write_at(handle, part.numpy().data, start)
-        total += sum_at(start, part)
-    return total
+        yield part
 
 
 def _wanted(piece: ParamLayout, window: Box, block: Tensor) -> Wanted | None:

@@ -1,75 +1,45 @@
-"""A file of Megatron-LM's legacy format without its elements: torch writes the rest, and leaves room for them.
+"""What torch.save writes around the elements of a file's tensors: made by torch itself, without any element.
 
-So a file of any size is made with a few MiB of memory: its elements are written to their places afterwards.
+So a file of any size is written in order with a few MiB of memory: a text, a tensor's elements, the next text.
 """
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 from torch.serialization import skip_data
 
-from rlhf.checkpoint.file_sum import sum_at
 
+class _Texts:
+    """A file that can only be written, and skips ahead where elements would be."""
 
-class _Frame:
-    """A file for torch.save: everything is written at its place and summed, elements are skipped."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-        self._run = bytearray()  # what is to be written at `at`: torch writes many small parts
-        self.at = 0
-        self.sum = 0
+    def __init__(self) -> None:
+        self.texts: list[bytearray] = [bytearray()]
+        self.gaps: list[int] = []
 
     def write(self, part: Sequence[int]) -> int:
-        self._run += bytes(part)
+        self.texts[-1] += bytes(part)
         return len(part)
 
     def seek(self, offset: int, whence: int) -> None:
         assert whence == os.SEEK_CUR, f"torch.save moved by whence {whence}"
-        self.write_run()
-        self.at += offset
+        self.texts.append(bytearray())
+        self.gaps.append(offset)
 
     def flush(self) -> None:
         pass
 
-    def write_run(self) -> None:
-        if self._run:
-            write_at(self._handle, memoryview(self._run), self.at)
-            self.sum += sum_at(self.at, torch.frombuffer(self._run, dtype=torch.uint8))
-            self.at += len(self._run)
-            self._run = bytearray()
 
-
-def write_frame(path: Path, entries: Mapping[str, Any]) -> tuple[int, int]:
-    """Write a file that must not exist yet, as torch.save does; elements of its tensors are zeros so far.
+def frame_of(entries: Mapping[str, Any], num_bytes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """The texts, uint8 [N] each: before the first tensor's elements, between each two tensors', and after the last's.
 
     Args:
-        path: The file.
-        entries: What to save. Tensors must not have been touched, so that they take no memory.
-
-    Returns:
-        (bytes, checksum so far): sums of what is written to the elements' places add to it.
-
-    Raises:
-        OSError: The disk has no room for the file (seen here, not later), the file exists or cannot be written.
+        entries: What is saved. Its tensors are not looked at, so ones that were never touched take no memory.
+        num_bytes: Of each tensor's elements, in the order in which the tensors come in `entries`; none is empty.
     """
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        frame = _Frame(handle)
-        with skip_data():
-            torch.save(dict(entries), cast(IO[bytes], frame))
-        frame.write_run()
-        os.posix_fallocate(handle, 0, frame.at)
-    finally:
-        os.close(handle)
-    return frame.at, frame.sum
-
-
-def write_at(handle: int, content: memoryview, start: int) -> None:
-    """Write all of it from a byte of the file on."""
-    while content:
-        done = os.pwrite(handle, content, start)
-        content, start = content[done:], start + done
+    written = _Texts()
+    with skip_data():
+        torch.save(dict(entries), cast(IO[bytes], written))
+    assert written.gaps == list(num_bytes), f"torch.save left out {written.gaps}, not {list(num_bytes)}"
+    return tuple(torch.frombuffer(text, dtype=torch.uint8) for text in written.texts)

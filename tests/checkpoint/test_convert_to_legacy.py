@@ -99,10 +99,10 @@ def test_a_layout_that_the_format_has_no_room_for_is_refused_and_leaves_nothing(
 
 
 def test_a_full_disk_leaves_nothing(models, tmp_path, capsys, monkeypatch) -> None:
-    def full(handle: int, start: int, size: int) -> None:
+    def full(handle: int, part: memoryview, start: int) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("os.posix_fallocate", full)
+    monkeypatch.setattr("os.pwrite", full)
     assert main(["to-megatron", str(models / "llama"), str(tmp_path / "there"), "--format", "legacy"]) == 2
     assert "No space left on device" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
