@@ -79,6 +79,9 @@ class Saver:
             asynchronous: Training goes on once a rank's share is copied to host memory, which is kept for the next
                 save: as much as the share. Otherwise `save` returns when all is written, and takes 10 MiB.
             note: Takes a line for the console, on the first rank, also from another thread.
+
+        Raises:
+            CheckpointError: On the first rank: the folder cannot be written to.
         """
         assert keep_last >= 1, f"keep_last {keep_last}: the newest checkpoint must be kept"
         assert keep_every >= 0, f"keep_every {keep_every}"
@@ -90,9 +93,18 @@ class Saver:
         self._running: Future[Path | None] | None = None
         self._plan: tuple[object, FilePlan] | None = None
         if self._number == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            flush_entries(folder.parent)
-            sweep(folder)
+            self._open()
+
+    def _open(self) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            flush_entries(self._folder.parent)
+            sweep(self._folder)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoints: {error.filename or self._folder}: {error.strerror}; needs a folder that can be written "
+                "to; mend it, or run elsewhere with log.folder=FOLDER"
+            ) from error
 
     def save(self, step: int, content: Content) -> None:
         """Save a checkpoint of a step; waits for the save before.

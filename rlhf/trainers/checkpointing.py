@@ -156,18 +156,23 @@ class Checkpoints:
             self._saved_step, self._is_loaded = point.record.step, True
 
     def step_done(self, state: LoopState) -> None:
-        """Export and save the state between two steps, as far as they are due; the last step's is left to `finish`."""
+        """Save and export the state between two steps, as far as they are due; the last step's is left to `finish`.
+
+        Saved first: an export that fails ends the run, which then goes on from here.
+        """
         checkpoint = self._config.checkpoint
-        if checkpoint.export_due(state.step):
-            with self._timers.phase("save"):
-                self._export(self._exports / f"step_{state.step:08d}")
         if checkpoint.due(state.step) and state.step < self._config.num_steps:
             self._save(state)
+        if checkpoint.export_due(state.step):
+            with self._timers.phase("save"):
+                self._saver.wait()
+                self._export(self._exports / f"step_{state.step:08d}")
 
     def finish(self, state: LoopState) -> None:
         """Save the state in which the run ends: always when a stop ends it, else when it has checkpoints at all.
 
-        So a run that was saved once never repeats steps that are done.
+        So a run that was saved once never repeats steps that are done. Returns when it is on the disk: whatever else
+        the end of a run writes may fail, and a rank that fails takes a save in the background with it.
         """
         is_stopped = state.step < self._config.num_steps
         if not (is_stopped or self._config.checkpoint.every_steps or self._saved_step is not None):
@@ -177,6 +182,8 @@ class Checkpoints:
         self._final_step = state.step
         if self._saved_step != state.step or self._saver.wait() is None:  # a save that failed is tried again
             self._save(state)
+        with self._timers.phase("save"):
+            self._saver.wait()
 
     def _save(self, state: LoopState) -> None:
         with self._timers.phase("save"):

@@ -77,6 +77,15 @@ def test_what_is_kept_and_what_latest_names(tmp_path, asynchronous):
     assert not notes
 
 
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
+    def refuse(self: Path, **_: bool) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(self))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(CheckpointError, match=r"Read-only file system; needs a folder that can be written to"):
+        saver(tmp_path, [])
+
+
 def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(tmp_path):
     three_steps(tmp_path)
     data = tmp_path / "step_00000002/__0_0.distcp"

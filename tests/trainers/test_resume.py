@@ -1,12 +1,16 @@
 """A run that is killed and started again ends as one that never was; in one process, whose parts are built anew."""
 
+import errno
 import io
 import json
+import time
+from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -297,6 +301,28 @@ def _a_save_that_fails_in_the_background_costs_a_line(start: Start) -> None:
     assert [path.name for path in folder.glob("step_*")] == ["step_00000003"]
 
 
+def _an_export_that_fails_costs_no_save(start: Start) -> None:
+    """A rank that raises leaves at once and takes a save in the background with it, so there must be none then."""
+    for name, settings in (("last", ()), ("each_step", ("checkpoint.save_hf_every=1", "checkpoint.every_steps=1"))):
+        loop = start.loop(f"export_{name}", f"save_hf={start.folder}/never", *settings)
+        saver, run_folder = loop.checkpoints._saver, start.run(f"export_{name}")
+        write = saver._write
+
+        def slow(*args: Any, write: Callable[..., Path | None] = write) -> Path | None:
+            time.sleep(0.2)
+            return write(*args)
+
+        def full(*_: Path, checkpoints: Path = run_folder / "checkpoints") -> None:
+            raise OSError(errno.ENOSPC, f"with {sorted(path.name for path in checkpoints.glob('step_*'))} saved")
+
+        with (
+            patch.object(saver, "_write", slow),
+            patch.object(loop.checkpoints, "_export", full),
+            pytest.raises(OSError, match=r"with \['step_00000001'\] saved"),
+        ):
+            stop_after(replace(loop, save=full), run_folder, 1)
+
+
 def _sft_goes_on_too(start: Start) -> None:
     whole = start.sft("sft_whole")
     whole.run()
@@ -328,6 +354,7 @@ def _all_checks(folder: Path) -> None:
         _another_run_begins_from_a_checkpoint(start)
         _a_stop_that_cannot_be_saved_fails(start)
         _a_save_that_fails_in_the_background_costs_a_line(start)
+        _an_export_that_fails_costs_no_save(start)
         _sft_goes_on_too(start)
 
 
