@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlhf.checkpoint.box_index import BoxIndex
+from rlhf.checkpoint.box_index import BoxIndex, spans_of
 from rlhf.errors import CheckpointError
 from rlhf.reshard.layout import Box
 
@@ -29,7 +29,7 @@ def check_cover(where: str, key: str, shape: tuple[int, ...], boxes: Sequence[Bo
     count = sum(box.num_elements for box in boxes)
     if count == whole.num_elements and _weight(boxes) == _weight([whole]):
         return
-    index = BoxIndex(boxes)
+    index = BoxIndex(spans_of(boxes))
     for number, box in enumerate(boxes):
         other = next((at for at, _ in index.overlapping(box) if at != number), None)
         if other is not None:
@@ -47,7 +47,7 @@ def check_cover(where: str, key: str, shape: tuple[int, ...], boxes: Sequence[Bo
 
 def _weight(boxes: Sequence[Box]) -> int:
     """Sum of the weights of all elements, modulo 2^64."""
-    spans = np.array([box.spans for box in boxes], dtype=np.int64).reshape(len(boxes), -1, 2)
+    spans = spans_of(boxes)
     weights = np.ones(len(boxes), dtype=np.uint64)
     for dim in range(spans.shape[1]):
         starts, stops = spans[:, dim, 0], spans[:, dim, 1]

@@ -8,7 +8,9 @@ import pickle
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
+from typing import overload
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.metadata import (
@@ -21,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from rlhf.checkpoint.box_index import Spans
 from rlhf.checkpoint.file_plan import StoredItem
 from rlhf.errors import CheckpointError
 from rlhf.reshard.layout import Box
@@ -73,12 +76,61 @@ def metadata_bytes(items: Sequence[tuple[str, StoredItem]], objects: Mapping[str
     )
 
 
-def read_metadata(folder: Path) -> Mapping[str, list[tuple[str, StoredItem]]]:
-    """By stored tensor: (data file's name, item). What is not a tensor is left out.
+class StoredItems(Sequence[tuple[str, StoredItem]]):
+    """Where a tensor lies: (data file's name, item), each made when it is asked for.
+
+    A rank of a large job wants few of them. Items raise CheckpointError when they lie nowhere, outside the folder, or
+    were transformed, which we do not undo.
+    """
+
+    def __init__(self, path: Path, found: Metadata, key: str, tensor: TensorStorageMetadata) -> None:
+        self._path, self._found, self._key, self._tensor = path, found, key, tensor
+        self.shape: tuple[int, ...] = tuple(tensor.size)
+        self.dtype = tensor.properties.dtype
+
+    def __len__(self) -> int:
+        return len(self._tensor.chunks)
+
+    def spans(self) -> Spans:
+        """Boxes of all items."""
+        starts = np.array([chunk.offsets for chunk in self._tensor.chunks], dtype=np.int64)
+        extents = np.array([chunk.sizes for chunk in self._tensor.chunks], dtype=np.int64)
+        return np.stack([starts, starts + extents], axis=-1)
+
+    @overload
+    def __getitem__(self, at: int) -> tuple[str, StoredItem]: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[tuple[str, StoredItem]]: ...
+
+    def __getitem__(self, at: int | slice) -> tuple[str, StoredItem] | list[tuple[str, StoredItem]]:
+        if isinstance(at, slice):
+            return [self[number] for number in range(*at.indices(len(self)))]
+        path, key, chunk = self._path, self._key, self._tensor.chunks[at]
+        place = self._found.storage_data.get(MetadataIndex(key, chunk.offsets))
+        if not isinstance(place, filesystem._StorageInfo):
+            raise CheckpointError(
+                f"{path}: block {at} of {key} lies nowhere; needs a place for each; the file is damaged"
+            )
+        if getattr(place, "transform_descriptors", None):
+            raise CheckpointError(
+                f"{path}: {key} is stored through {place.transform_descriptors}; needs items as torch.save writes "
+                "them; save without transforms"
+            )
+        name = Path(place.relative_path)
+        if name.is_absolute() or ".." in name.parts:
+            raise CheckpointError(
+                f"{path}: {key} lies in {name}; needs a file in the folder; the file was tampered with"
+            )
+        box = Box(tuple((low, low + extent) for low, extent in zip(chunk.offsets, chunk.sizes, strict=True)))
+        return str(name), StoredItem(key, self.shape, self.dtype, box, place.offset, place.length)
+
+
+def read_metadata(folder: Path) -> Mapping[str, StoredItems]:
+    """By stored tensor: where it lies. What is not a tensor is left out.
 
     Raises:
-        CheckpointError: The file is missing, damaged, holds anything but checkpoint metadata, or says that items were
-            transformed, which we do not undo.
+        CheckpointError: The file is missing or damaged, or holds anything but checkpoint metadata.
     """
     path = folder / METADATA_FILE
     if not path.exists():
@@ -94,27 +146,10 @@ def read_metadata(folder: Path) -> Mapping[str, list[tuple[str, StoredItem]]]:
             f"{path}: holds {type(found).__name__}; needs torch's checkpoint Metadata with its places"
         )
     return {
-        key: [(_place(path, found, key, at, chunk)) for at, chunk in enumerate(tensor.chunks)]
+        key: StoredItems(path, found, key, tensor)
         for key, tensor in found.state_dict_metadata.items()
         if isinstance(tensor, TensorStorageMetadata)
     }
-
-
-def _place(path: Path, found: Metadata, key: str, at: int, chunk: ChunkStorageMetadata) -> tuple[str, StoredItem]:
-    tensor = found.state_dict_metadata[key]
-    place = found.storage_data.get(MetadataIndex(key, chunk.offsets))
-    if not isinstance(tensor, TensorStorageMetadata) or not isinstance(place, filesystem._StorageInfo):
-        raise CheckpointError(f"{path}: block {at} of {key} lies nowhere; needs a place for each; the file is damaged")
-    if getattr(place, "transform_descriptors", None):
-        raise CheckpointError(
-            f"{path}: {key} is stored through {place.transform_descriptors}; needs items as torch.save writes them; "
-            "save without transforms"
-        )
-    name = Path(place.relative_path)
-    if name.is_absolute() or ".." in name.parts:
-        raise CheckpointError(f"{path}: {key} lies in {name}; needs a file in the folder; the file was tampered with")
-    box = Box(tuple((low, low + extent) for low, extent in zip(chunk.offsets, chunk.sizes, strict=True)))
-    return str(name), StoredItem(key, tuple(tensor.size), tensor.properties.dtype, box, place.offset, place.length)
 
 
 class _Unpickler(pickle.Unpickler):

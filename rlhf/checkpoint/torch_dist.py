@@ -126,7 +126,7 @@ class TorchDistReader:
         self._places = read_metadata(folder)
         self._indices: dict[str, BoxIndex] = {}
         self.shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = {
-            key: (places[0][1].shape, places[0][1].dtype) for key, places in self._places.items() if places
+            key: (items.shape, items.dtype) for key, items in self._places.items() if items
         }
         """Shape and dtype of each stored tensor."""
 
@@ -164,7 +164,7 @@ class TorchDistReader:
 
     def _index(self, key: str) -> BoxIndex:
         if key not in self._indices:
-            self._indices[key] = BoxIndex([item.box for _, item in self._places[key]])
+            self._indices[key] = BoxIndex(self._places[key].spans())
         return self._indices[key]
 
     def _check(self, block: Block, *, cast: bool) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf.checkpoint.box_index import BoxIndex
+from rlhf.checkpoint.box_index import BoxIndex, spans_of
 from rlhf.checkpoint.coverage import check_cover
 from rlhf.checkpoint.file_plan import contiguous_parts
 from rlhf.errors import CheckpointError
@@ -29,7 +29,7 @@ def boxes(draw):
 @given(st.lists(boxes(), min_size=1, max_size=12), boxes())
 def test_overlaps_are_those_of_all_pairs(held, asked):
     pairs = [(at, common) for at, box in enumerate(held) if (common := box.intersect(asked)) is not None]
-    assert BoxIndex(held).overlapping(asked) == pairs
+    assert BoxIndex(spans_of(held)).overlapping(asked) == pairs
 
 
 @settings(max_examples=150, deadline=None)

@@ -303,7 +303,7 @@ def test_two_ranks_save_and_load_in_another_cut_and_fail_together(tmp_path):
 
 @pytest.mark.dist
 def test_a_save_killed_anywhere_leaves_a_whole_checkpoint(tmp_path):
-    """Before every single call that changes the disk: making, writing, flushing, naming, removing.
+    """Before calls that change the disk, all through a save: making, writing, flushing, naming, removing.
 
     And where the system itself refuses to write more.
     """
