@@ -56,7 +56,9 @@ def complete(
     texts = {TRACKER_FILE: RELEASE, RECORD_FILE: _json(record), "config.json": _json(model_config(weights, dtype))}
     files = [*written, *(write_file_whole(folder, name, text.encode()) for name, text in texts.items())]
     if weights.hf_files is not None:
-        files += [write_file_whole(folder, path.name, path.read_bytes()) for path in carried_files(weights.hf_files)]
+        for path in carried_files(weights.hf_files):
+            name = str(path.relative_to(weights.hf_files))
+            files.append(write_file_whole(folder, name, path.read_bytes()))
     manifest = Manifest(
         step=0,
         num_ranks=num_ranks,

@@ -1,7 +1,7 @@
 """Folders with torch_dist files: where in them the files lie, and what tells which model it is."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 import yaml
@@ -144,18 +144,14 @@ def _args_spec(args: Mapping[str, object], place: StoredPlace) -> ModelSpec | No
 def _of_record(record: Mapping[str, object], path: Path) -> tuple[ModelSpec, Head]:
     """From the record of a role in a training checkpoint."""
     told = record.get("model")
-    names = {field.name for field in fields(ModelSpec)}
-    if not isinstance(told, Mapping) or not names - set(_NEWER) <= told.keys():
+    names = {field.name: field.default is MISSING for field in fields(ModelSpec)}
+    if not isinstance(told, Mapping) or not {name for name, is_needed in names.items() if is_needed} <= told.keys():
         raise CheckpointError(f"{path}: does not say which model it is; needs what a save writes; take another one")
     numbers = {name: value for name, value in told.items() if name in names}
     scaling = numbers.get("rope_scaling")
     if isinstance(scaling, Mapping):
         numbers["rope_scaling"] = RopeScaling(**scaling)
     return ModelSpec(**numbers), Head(told["head"])
-
-
-_NEWER: tuple[str, ...] = ()
-"""Fields with defaults that records of earlier versions lack."""
 
 
 def _trained_from(config: Path, role: str) -> Path | None:

@@ -44,8 +44,13 @@ class Crew:
         done, fault = [], ""
         try:
             done.append(work())
-        except (RlhfError, OSError) as error:
+        except RlhfError as error:
             fault = str(error)
+        except OSError as error:
+            fault = (
+                f"{error.filename or 'a file'}: {error.strerror or error}; needs room and the right to read and write; "
+            )
+            fault += "give another folder, or make room"
         faults = [one for one in gather(fault, self.group) if one]
         if faults:
             raise CheckpointError(faults[0])

@@ -55,7 +55,7 @@ def _args_rows(side: Weights) -> list[Row]:
 
 
 def _file_rows(first: Path, second: Path) -> list[Row]:
-    names = sorted({path.name for folder in (first, second) for path in carried_files(folder)})
+    names = sorted({str(path.relative_to(folder)) for folder in (first, second) for path in carried_files(folder)})
     return [Row(name, *(_content(folder / name) for folder in (first, second))) for name in names]
 
 

@@ -35,6 +35,7 @@ _COPIED = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "additional_chat_templates/*",
     "generation_config.json",
 )
 """Files that make a checkpoint folder usable and that no training changes."""
@@ -111,7 +112,9 @@ class HfWriter:
             source = read_json(source_folder / "config.json")
             config = {**config, **{key: source[key] for key in _TOKEN_IDS if key in source}}
             for path in carried_files(source_folder):
-                shutil.copyfile(path, self._partial / path.name)
+                target = self._partial / path.relative_to(source_folder)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target)
         if len(self.shards) > 1:
             weight_map = {name: shard.file for shard in self.shards for name in shard.tensors}
             total = sum(shard.num_bytes for shard in self.shards)

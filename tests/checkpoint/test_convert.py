@@ -1,6 +1,8 @@
 """There and back through Megatron's format by the command line: the same bits, which torch reads in their places."""
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -91,6 +93,37 @@ def test_torch_reads_what_megatron_would_ask_for(case: str, models: Path, tmp_pa
     assert (args["num_layers"], args["num_query_groups"], args["kv_channels"]) == (config["num_hidden_layers"], 2, 16)
     assert (args["norm_epsilon"], args["padded_vocab_size"]) == (3e-5, 132)  # 131 rows on 2 or 4 ranks
     assert args["untie_embeddings_and_output_weights"]
+
+
+def test_tokenizer_and_templates_come_along(models: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(models / "llama", tmp_path / "model")
+    files = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/tools.jinja")
+    for name in files:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(f"this is {name}")
+    (source / "README.md").write_text("not part of the model")
+    run("to-megatron", source, tmp_path / "there")
+    shutil.move(source, tmp_path / "moved away")
+    run("to-hf", tmp_path / "there", tmp_path / "back")
+    for folder in (tmp_path / "there", tmp_path / "back"):
+        assert [(folder / name).read_text() for name in files] == [f"this is {name}" for name in files]
+        assert not (folder / "README.md").exists()
+    (tmp_path / "back" / files[-1]).unlink()
+    assert main(["verify", "--no-logits", str(tmp_path / "there"), str(tmp_path / "back")]) == 1
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(HfWeights, "read", full)
+    for command in ("to-megatron", "to-hf"):
+        assert main([command, str(models / "llama"), str(tmp_path / "out")]) == 2
+        assert "No space left on device; needs room" in capsys.readouterr().err
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_cast_is_the_one_asked_for(models: Path, tmp_path: Path) -> None:
