@@ -77,6 +77,31 @@ def test_what_is_kept_and_what_latest_names(tmp_path, asynchronous):
     assert not notes
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch, asynchronous):
+    flushed, renamed, fsync, rename = set[str](), list[str](), os.fsync, Path.rename
+
+    def watched_fsync(handle: int) -> None:
+        flushed.add(os.readlink(f"/proc/self/fd/{handle}"))
+        fsync(handle)
+
+    def watched_rename(self: Path, target: Path) -> Path:
+        if target.name == "step_00000001":
+            assert {str(self), *map(str, self.rglob("*"))} <= flushed
+            assert str(tmp_path) not in flushed
+            renamed.append(target.name)
+        return rename(self, target)
+
+    one = saver(tmp_path, [], asynchronous=asynchronous)
+    flushed.clear()
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(Path, "rename", watched_rename)
+    one.save(1, content(1))
+    assert one.wait() is not None
+    assert renamed == ["step_00000001"]
+    assert str(tmp_path) in flushed  # its name, and that of `latest`
+
+
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
     def refuse(self: Path, **_: bool) -> None:
         raise OSError(errno.EROFS, "Read-only file system", str(self))
