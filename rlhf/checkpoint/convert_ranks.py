@@ -47,10 +47,8 @@ class Crew:
         except RlhfError as error:
             fault = str(error)
         except OSError as error:
-            fault = (
-                f"{error.filename or 'a file'}: {error.strerror or error}; needs room and the right to read and write; "
-            )
-            fault += "give another folder, or make room"
+            said = f"{error.filename or 'a file'}: {error.strerror or error}"
+            fault = f"{said}; needs room and the right to read and write; make room, or give another folder"
         faults = [one for one in gather(fault, self.group) if one]
         if faults:
             raise CheckpointError(faults[0])

@@ -95,8 +95,8 @@ class _Count:
 
     def said(self) -> str:
         return (
-            f"{self.number} element{'s' * (self.number > 1)} differ, the first at {list(self.at)}: {self.values[0]!r} "
-            f"against {self.values[1]!r}; largest difference {self.most:.3g}"
+            f"{self.number} element{'s differ' if self.number > 1 else ' differs'}, the first at {list(self.at)}: "
+            f"{self.values[0]!r} against {self.values[1]!r}; largest difference {self.most:.3g}"
         )
 
 

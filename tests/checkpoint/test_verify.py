@@ -64,7 +64,7 @@ def test_one_bit_is_found_and_named(
         assert (code, report["same"]) == (1, False)
         (found,) = report["tensors"]["differences"]
         assert found["tensor"] == NAME
-        assert found["what"].startswith("1 element differ, the first at [7, 5]")
+        assert found["what"].startswith("1 element differs, the first at [7, 5]")
     assert "NOT THE SAME" in capsys.readouterr().out
 
 
