@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from rlhf.checkpoint.admitted import only_admitted
 from rlhf.config.parallel import ParallelConfig
 from rlhf.errors import CheckpointError
 from rlhf.families.spec import ModelSpec, RopeScaling
@@ -65,6 +66,7 @@ def megatron_args(
         "apply_query_key_layer_scaling": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
+        "window_size": (spec.sliding_window - 1, 0) if spec.sliding_window else None,
         "init_method_std": spec.init_std,
         "untie_embeddings_and_output_weights": not spec.tied_embeddings,
         "vocab_size": spec.vocab_size,
@@ -96,12 +98,13 @@ def common_state(args: Mapping[str, object]) -> dict[str, object]:
 def read_args(path: Path) -> dict[str, object]:
     """The arguments in a file of Megatron-LM's (`common.pt`); empty where there are none that can be read.
 
-    Nothing but plain values is unpickled: a file with other classes in it gives none.
+    Nothing is built but plain values and what `admitted.py` names (enums among the arguments become StandIns): a file
+    with other classes in it gives none.
     """
     if not path.is_file():
         return {}
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with only_admitted():
             found = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError):
         return {}
@@ -137,6 +140,14 @@ def spec_of_args(args: Mapping[str, object], *, where: str) -> ModelSpec:
             f"{where}: qk_layernorm {qk_norm}, add_qkv_bias {qkv_bias} and num_experts {num_experts} in Megatron-LM's "
             "args; needs the features of a family known here; say which model it is with --config-from"
         )
+    window = _window(args, where)
+    if window:
+        if family != "llama":
+            raise CheckpointError(
+                f"{where}: window_size {args['window_size']} for a {family} in Megatron-LM's args; needs none, or a "
+                "model like Mistral; say which model it is with --config-from"
+            )
+        family = "mistral"
     scaling = None
     if args.get("use_rope_scaling"):
         factor = _float(args, "rope_scaling_factor", where, 8.0)
@@ -165,6 +176,7 @@ def spec_of_args(args: Mapping[str, object], *, where: str) -> ModelSpec:
         tied_embeddings=tied,
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
+        sliding_window=window,
         init_std=_float(args, "init_method_std", where, 0.02),
         **experts,  # type: ignore[arg-type]  # integers and one bool, each under its own name
     )
@@ -180,6 +192,19 @@ _NEEDED: Mapping[str, object] = {
     "apply_layernorm_1p": False,
     "multi_latent_attention": False,
 }
+
+
+def _window(args: Mapping[str, object], where: str) -> int:
+    """Positions that attention looks back, its own included, 0 for all; Megatron's count leaves its own out."""
+    found = args.get("window_size")
+    match found:
+        case None | (-1, 0) | (-1, -1):
+            return 0
+        case (int(left), 0 | -1) if left >= 0:
+            return left + 1
+    raise CheckpointError(
+        f"{where}: window_size {found} in Megatron-LM's args; needs (positions, 0) or none; convert another model"
+    )
 
 
 def _int(args: Mapping[str, object], name: str, where: str, default: int | None = None) -> int:

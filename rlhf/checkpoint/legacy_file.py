@@ -1,17 +1,15 @@
 """One file of Megatron-LM's legacy format, `model_optim_rng.pt`: what it says and where its tensors lie in it.
 
 The file is a pickle, and nothing of it is run: torch's weights_only reader builds plain values, tensors without
-elements, and the few classes named here; a file that asks for another is refused. Elements are read from their place,
-a window at a time, so memory does not grow with the file.
+elements, and the few classes of `admitted.py`; a file that asks for another is refused. Elements are read from their
+place, a window at a time, so memory does not grow with the file.
 """
 
 import argparse
-import io
 import pickle
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
@@ -19,13 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.serialization import (
-    add_safe_globals,
-    clear_safe_globals,
-    get_safe_globals,
-    get_unsafe_globals_in_checkpoint,
-)
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
+from rlhf.checkpoint.admitted import only_admitted
 from rlhf.errors import CheckpointError
 from rlhf.families.raw_tensor import RawTensor
 
@@ -37,45 +31,6 @@ _LOCAL_HEADER = Struct("<26xHH")
 """Of an entry of a zip file: lengths of the name and of what stands between it and the content."""
 
 _CHUNK = re.compile(r"model\d*")
-
-
-class StandIn:
-    """A value of a class that is not built: Megatron's enums and layouts, arrays of random states."""
-
-    def __init__(self, *values: object) -> None:
-        self.values = values
-
-    def __setstate__(self, state: object) -> None:
-        self.state = state
-
-
-_MEGATRON = (
-    "megatron.core.enums.Fp4Recipe",
-    "megatron.core.enums.Fp8Recipe",
-    "megatron.core.enums.ModelType",
-    "megatron.core.transformer.enums.AttnBackend",
-    "megatron.core.transformer.enums.AttnMaskType",
-    "megatron.core.transformer.enums.AttnType",
-    "megatron.core.transformer.enums.CudaGraphScope",
-    "megatron.core.transformer.enums.LayerType",
-    "megatron.core.transformer.enums.ModelType",
-    "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout",
-    "megatron.core.rerun_state_machine.RerunDiagnostic",
-    "megatron.core.rerun_state_machine.RerunMode",
-    "megatron.core.rerun_state_machine.RerunState",
-)
-_ARRAYS = tuple(
-    f"{package}{name}"
-    for name in ("multiarray._reconstruct", "multiarray.scalar")
-    for package in ("numpy.core.", "numpy._core.")
-)
-_OTHERS = ("numpy.ndarray", "numpy.dtype", "signal.Signals", "pathlib.PosixPath", "pathlib._local.PosixPath")
-ADMITTED: tuple[Any, ...] = (
-    argparse.Namespace,
-    io.BytesIO,
-    *((StandIn, name) for name in (*_MEGATRON, *_ARRAYS, *_OTHERS)),
-)
-"""What a file may hold beside plain values and tensors. The first two are what they are, the rest becomes StandIns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +78,7 @@ def _unpickled(path: Path) -> Mapping[str, Any]:
             "or load and save an older one with a newer torch"
         )
     try:
-        with _only_admitted():
+        with only_admitted():
             unknown = sorted(get_unsafe_globals_in_checkpoint(path))
             if unknown:
                 raise CheckpointError(
@@ -138,19 +93,6 @@ def _unpickled(path: Path) -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: holds a {type(found).__name__}; needs Megatron-LM's dict of model and args")
     return found
-
-
-@contextmanager
-def _only_admitted() -> Iterator[None]:
-    """Torch's reader admits what this file names, and not what other libraries added to its list."""
-    before = get_safe_globals()
-    clear_safe_globals()
-    add_safe_globals(list(ADMITTED))
-    try:
-        yield
-    finally:
-        clear_safe_globals()
-        add_safe_globals(before)
 
 
 def _first_line(error: Exception) -> str:

@@ -8,7 +8,7 @@ from rlhf.checkpoint.convert_sources import Weights
 from rlhf.families.spec import ModelSpec
 from rlhf.families.writer import carried_files
 
-_NOT_OF_MEGATRON = frozenset({"family", "init_std", "max_positions", "rope_scaling", "sliding_window"})
+_NOT_OF_MEGATRON = frozenset({"family", "init_std", "max_positions", "rope_scaling"})
 """Fields of a spec that Megatron-LM's args do not tell, or not all of it, or that change no output."""
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 
 from rlhf.checkpoint.convert_main import main
@@ -136,14 +137,20 @@ def test_a_model_that_its_arguments_do_not_tell_is_taken_from_where_it_is_said(
     assert "decoder.layers.self_attention.linear_qkv" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("case", ["qwen2", "qwen3", "deep", "qwen3_moe", "qwen3_moe_raw", "mixtral"])
+@pytest.mark.parametrize("case", ["qwen2", "qwen3", "mistral", "deep", "qwen3_moe", "qwen3_moe_raw", "mixtral"])
 def test_arguments_tell_the_model_they_were_made_of(case: str, models: Path, tmp_path: Path) -> None:
     spec = read_spec(models / case)
     args = megatron_args(spec, ParallelConfig(tp=2, pp=2), dtype=torch.bfloat16, ckpt_format="torch_dist")
+    args["attention_backend"] = AttnBackend.auto  # as there always is
     torch.save({"args": argparse.Namespace(**args)}, tmp_path / "common.pt")
     assert spec_of_args(read_args(tmp_path / "common.pt"), where="common.pt") == spec
     with pytest.raises(CheckpointError, match="normalization = 'LayerNorm'"):
         spec_of_args({**args, "normalization": "LayerNorm"}, where="common.pt")
+    with pytest.raises(CheckpointError, match=r"window_size \(7, 7\)"):
+        spec_of_args({**args, "window_size": (7, 7)}, where="common.pt")
+    if case != "mistral":
+        with pytest.raises(CheckpointError, match=rf"window_size \(7, 0\) for a {spec.family}"):
+            spec_of_args({**args, "window_size": (7, 0)}, where="common.pt")
 
 
 class Foreign:
