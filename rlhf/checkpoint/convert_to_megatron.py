@@ -63,7 +63,7 @@ def to_megatron(
         crew.lead(inner.mkdir)
         places = crew.share([file.num_elements for file in files])
         mine = crew.together(lambda: [_write(weights, inner, files[place], kept) for place in places])
-        written = [one for part in crew.all(mine) for one in part]
+        written = sorted((one for part in crew.all(mine) for one in part), key=lambda one: one.name)
         crew.lead(lambda: _complete(weights, partial, written, parallel=parallel, dtype=kept, num_ranks=crew.size))
     return Outcome(
         source=weights.path,
