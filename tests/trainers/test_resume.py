@@ -193,8 +193,11 @@ def _stopped_and_gone_on_with(start: Start, whole: dict) -> None:
     assert [path.name for path in (start.run("stop") / "checkpoints").glob("step_*")] == ["step_00000003"]
     specs = {role.name: role.model.spec for role in first.checkpoints._roles}
     foretold = sum(one.weights + one.optimizer for one in saved_bytes(model_roles(first.config, specs)))
-    assert read_manifest(start.run("stop") / "checkpoints" / "step_00000003").state.num_bytes == foretold
+    there = start.run("stop") / "checkpoints" / "step_00000003"
+    assert read_manifest(there).state.num_bytes == foretold
+    torch.manual_seed(5)
     second = start.loop("stop")
+    assert torch.equal(torch.get_rng_state(), torch.load(there / "rng" / "rank_00000.pt", weights_only=True)["torch"])
     said = start.said()
     assert f"resume: from step 3 of 6, {start.run('stop')}/checkpoints/step_00000003" in said
     saved, loaded = (next(line for line in said.splitlines() if f" {word} " in line) for word in ("saved", "loaded"))
