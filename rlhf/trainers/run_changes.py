@@ -101,12 +101,18 @@ def _other_models(then: RunRecord, now: RunRecord) -> Iterator[str]:
 
 
 def _other_data(then: RunRecord, now: RunRecord) -> Iterator[str]:
-    if then.data != now.data:
+    if any(then.data.get(name) != now.data.get(name) for name in ("items", "content")):
         data = now.settings["data"]
         source = f"data.task: {data['task']}" if data["source"] == "reasoning_gym" else f"data.path: {data['path']}"
         yield (
             f"{source} gives other data: {now.data['items']:,} bytes or problems with hash {now.data['content']} now, "
             f"{then.data['items']:,} with {then.data['content']} then"
+        )
+    tokenizer = now.data.get("tokenizer")
+    if then.data.get("tokenizer", tokenizer) != tokenizer:
+        yield (
+            f"actor.model.path: another tokenizer or chat template, so prompts are other tokens: hash {tokenizer} now, "
+            f"{then.data['tokenizer']} then"
         )
 
 

@@ -25,7 +25,7 @@ class RunRecord:
     world_size: int
     """Ranks of the job."""
     data: Mapping[str, object]
-    """Fingerprint of the prompts."""
+    """Fingerprint of the prompts and of the tokenizer."""
     models: Mapping[str, Mapping[str, object]]
     """Spec of each trained role's model."""
     frozen: Mapping[str, str] = field(default_factory=dict)

@@ -7,10 +7,11 @@ from torch.distributed import ProcessGroup
 
 from rlhf.config.load import to_yaml
 from rlhf.config.run import PPORunConfig, RunConfig
-from rlhf.data.fingerprint import fingerprint
+from rlhf.data.fingerprint import fingerprint, tokenizer_hash
 from rlhf.dist.agree import first_does, gather
 from rlhf.dist.grid import Grid
 from rlhf.dist.job import Ranks
+from rlhf.families.folder import resolve_folder
 from rlhf.families.spec import ModelSpec
 from rlhf.metrics.console import ProgressDisplay, open_display
 from rlhf.metrics.earlier import EarlierPart
@@ -70,7 +71,7 @@ def open_site(config: RunConfig, ranks: Ranks, models: Mapping[str, ModelSpec]) 
     record = RunRecord.of(
         config,
         world_size=ranks.world_size,
-        data=first_does(lambda: fingerprint(config.data, seed=config.seed), everyone).to_dict(),
+        data=first_does(lambda: _data_record(config), everyone),
         models=models,
     )
     resume = find_resume(
@@ -102,6 +103,12 @@ def open_site(config: RunConfig, ranks: Ranks, models: Mapping[str, ModelSpec]) 
         record=record,
         resume=resume,
     )
+
+
+def _data_record(config: RunConfig) -> dict[str, object]:
+    """What the prompts and their tokens are known by."""
+    tokenizer = tokenizer_hash(resolve_folder(config.actor.model.path), with_template=config.data.chat_template)
+    return {**fingerprint(config.data, seed=config.seed).to_dict(), "tokenizer": tokenizer}
 
 
 def _desk(config: RunConfig, display: ProgressDisplay, ranks: Ranks, *, resume_step: int | None) -> Desk:

@@ -1,11 +1,12 @@
 """What tells a source of prompts from another one."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from rlhf.config.data import DataConfig
-from rlhf.data.fingerprint import fingerprint
+from rlhf.data.fingerprint import fingerprint, tokenizer_hash
 
 
 def test_a_file_is_known_by_its_bytes_and_not_by_its_name(tmp_path):
@@ -25,3 +26,28 @@ def test_a_task_is_known_by_its_problems(change):
     assert fingerprint(config, seed=1) == fingerprint(config, seed=1)
     assert fingerprint(config, seed=1) != fingerprint(config, seed=2)
     assert fingerprint(config, seed=1) != fingerprint(replace(config, **change), seed=1)
+
+
+def test_a_tokenizer_is_known_by_what_it_does_to_text(tmp_path):
+    tokenizer = {"version": "1.0", "padding": None, "model": {"vocab": {"a": 0, "b": 1}}}
+
+    def of(*, with_template: bool = True, template: str = "{{ x }}", **parts: object) -> str:
+        (tmp_path / "tokenizer.json").write_text(json.dumps({**tokenizer, **parts}, indent=len(parts)))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+        return tokenizer_hash(tmp_path, with_template=with_template)
+
+    assert of() == of(padding={"length": 8}, version="1.1")
+    assert of() != of(model={"vocab": {"a": 1, "b": 0}})
+    assert of() != of(template="{{ y }}")
+    assert of(with_template=False) == of(with_template=False, template="{{ y }}")
+    held = of()
+    (tmp_path / "chat_template.jinja").write_text("{{ z }}")
+    assert of() != held
+
+
+def test_a_tokenizer_of_other_files_is_known_by_their_bytes(tmp_path):
+    of = []
+    for word in (b"ab", b"ac"):
+        (tmp_path / "tokenizer.model").write_bytes(word)
+        of.append(tokenizer_hash(tmp_path, with_template=False))
+    assert of[0] != of[1]

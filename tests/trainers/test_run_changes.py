@@ -47,10 +47,12 @@ reward: {function: "mine:score"}
 def record(tmp_path):
     """A record of the small config above with some settings changed."""
 
-    def make(*overrides: str, spec: ModelSpec = SPEC, content: str = "ab", world_size: int = 4) -> RunRecord:
+    def make(
+        *overrides: str, spec: ModelSpec = SPEC, content: str = "ab", tokenizer: str = "ef", world_size: int = 4
+    ) -> RunRecord:
         (tmp_path / "run.yaml").write_text(CONFIG)
         config = load_config([str(tmp_path / "run.yaml"), *overrides])
-        data = {"items": 1000, "content": content}
+        data = {"items": 1000, "content": content, "tokenizer": tokenizer}
         return RunRecord.of(config, world_size=world_size, data=data, models={"actor": spec, "critic": SPEC})
 
     return make
@@ -105,6 +107,12 @@ def test_what_makes_it_another_run_is_refused_by_name_with_the_reason(refused, o
     assert found.startswith("here: saved by a run that differs in what must stay")
     assert words in found
     assert len(found.splitlines()) == 2  # one cause, one line
+
+
+def test_another_tokenizer_is_refused_and_not_taken_for_other_data(refused):
+    found = refused(tokenizer="01")
+    assert "actor.model.path: another tokenizer or chat template, so prompts are other tokens: hash 01 now" in found
+    assert len(found.splitlines()) == 2
 
 
 def test_all_differences_are_told_at_once(refused):
