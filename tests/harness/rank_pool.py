@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import torch.distributed as dist
@@ -89,7 +88,7 @@ class RankPool:
         workers = self._first(world_size)
         try:
             with tempfile.TemporaryDirectory() as folder:
-                call = bytes(ForkingPickler.dumps((fn, args)))
+                call = pickle.dumps((fn, args))  # tensors by value, not in shared memory
                 for rank, worker in enumerate(workers):
                     store = Path(folder) / "store"
                     worker.pipe.send(_Task(rank, world_size, store, dict(os.environ), os.getcwd(), call))

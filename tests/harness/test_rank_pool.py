@@ -42,7 +42,9 @@ def write_pid(folder: Path) -> None:
     (folder / f"{dist.get_rank()}.pid").write_text(str(os.getpid()))
 
 
-def change_what_is_undone() -> None:
+def change_what_is_undone(own: torch.Tensor) -> None:
+    own += 1
+    assert own.tolist() == [1.0, 1.0]  # of this rank alone
     errors.DataError.__init__ = lambda *_: None
     errors.extra = hf_models.ROPE_LLAMA3 = None
     os.environ["LEFT"] = "1"
@@ -80,7 +82,7 @@ def test_ranks_are_kept_and_what_a_call_set_is_undone(
     first = pids(pool, tmp_path)
     assert pids(pool, tmp_path) == first
     assert pids(pool, tmp_path, 1) == first[:1]
-    pool.run(2, change_what_is_undone, ())
+    pool.run(2, change_what_is_undone, (torch.zeros(2),))
     monkeypatch.setenv("FROM_THE_CALLER", "2")
     pool.run(2, see_nothing_of_it, ())
     assert pids(pool, tmp_path) == first
