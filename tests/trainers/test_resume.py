@@ -202,6 +202,11 @@ def _stopped_and_gone_on_with(start: Start, whole: dict) -> None:
     assert f"resume: from step 3 of 6, {start.run('stop')}/checkpoints/step_00000003" in said
     saved, loaded = (next(line for line in said.splitlines() if f" {word} " in line) for word in ("saved", "loaded"))
     assert saved.partition("saved")[2].split() == loaded.partition("loaded")[2].split()
+    with (
+        patch("rlhf.trainers.checkpointing.load"),
+        pytest.raises(CheckpointError, match="tensors are not what was saved"),
+    ):
+        start.loop("stop")
     stop_after(second, start.run("stop"), 3)  # asked for before a step was done: there is nothing new to save
     last = start.loop("stop")
     last.run()
@@ -304,6 +309,21 @@ def _a_save_that_fails_in_the_background_costs_a_line(start: Start) -> None:
     assert [path.name for path in folder.glob("step_*")] == ["step_00000003"]
 
 
+def _a_save_that_failed_is_tried_again_where_the_run_ends(start: Start) -> None:
+    loop = start.loop("again", "checkpoint.every_steps=1")
+    saver, tries = loop.checkpoints._saver, []
+    begin = saver._begin
+
+    def once_full(step: int) -> tuple[Path | None, str | None]:
+        tries.append(step)
+        return begin(step) if len(tries) > 1 else (None, "no room")
+
+    with patch.object(saver, "_begin", once_full):
+        stop_after(loop, start.run("again"), 1)
+    assert tries == [1, 1]
+    assert RunRecord.read(start.run("again") / "checkpoints" / "step_00000001").step == 1
+
+
 def _an_export_that_fails_costs_no_save(start: Start) -> None:
     """A rank that raises leaves at once and takes a save in the background with it, so there must be none then."""
     for name, settings in (("last", ()), ("each_step", ("checkpoint.save_hf_every=1", "checkpoint.every_steps=1"))):
@@ -357,6 +377,7 @@ def _all_checks(folder: Path) -> None:
         _another_run_begins_from_a_checkpoint(start)
         _a_stop_that_cannot_be_saved_fails(start)
         _a_save_that_fails_in_the_background_costs_a_line(start)
+        _a_save_that_failed_is_tried_again_where_the_run_ends(start)
         _an_export_that_fails_costs_no_save(start)
         _sft_goes_on_too(start)
 
