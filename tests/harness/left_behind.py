@@ -17,8 +17,9 @@ import torch.multiprocessing as mp
 
 PACKAGES = ("rlhf", "megatron", "megatron_patches", "tests")
 """Whose modules and classes are put back; a test may set what it likes on them."""
-HARMLESS_THREADS = ("console",)
-"""A run that is built and never begins leaves the thread that would print its long phases, which it has none of."""
+HARMLESS_THREADS = ("console", "tqdm_monitor")
+"""A run that is built and never begins leaves the thread that would print its long phases, of which it has none; the
+other one belongs to a library's progress bars, and each process has one at most."""
 SETTINGS: dict[str, Callable[[], object]] = {
     "torch's default dtype": torch.get_default_dtype,
     "torch's default device": torch.get_default_device,
