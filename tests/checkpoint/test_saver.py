@@ -221,8 +221,8 @@ def test_bad_blocks_and_bad_names_cost_that_save_alone(tmp_path):
 
 def test_training_goes_on_while_a_save_is_written_and_the_next_save_waits(tmp_path, monkeypatch):
     notes: list[str] = []
-    one, held, gate, real = saver(tmp_path, notes, asynchronous=True), tensors(1), threading.Event(), os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda *args: (gate.wait(30), real(*args))[1])
+    one, held, gate, real = saver(tmp_path, notes, asynchronous=True), tensors(1), threading.Event(), os.open
+    monkeypatch.setattr(os, "open", lambda *args: (gate.wait(30), real(*args))[1])  # before any element is asked for
     one.save(1, Content(wholes(held), {}))
     for key, tensor in tensors(2).items():
         held[key].copy_(tensor)  # a training step
