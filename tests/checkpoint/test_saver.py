@@ -202,6 +202,23 @@ def test_a_disk_that_refuses_any_call_costs_that_save_alone(tmp_path, monkeypatc
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+def test_a_step_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
+    three_steps(tmp_path)
+    notes: list[str] = []
+    one, rename = saver(tmp_path, notes), Path.rename
+
+    def refuse(self: Path, target: Path) -> Path:
+        if ".partial-" in self.name:
+            raise OSError(errno.EIO, "Input/output error", str(self))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    one.save(3, content(9))
+    assert one.wait() is None
+    assert "checkpoint of step 3 was not saved" in notes[0]
+    assert same(loaded(tmp_path / "step_00000003"), 3)
+
+
 def test_bad_blocks_and_bad_names_cost_that_save_alone(tmp_path):
     notes: list[str] = []
     one, held = saver(tmp_path, notes), tensors()

@@ -18,6 +18,7 @@ from rlhf.checkpoint import item_reader
 from rlhf.checkpoint.data_file import HostCopy, streamed, write_data_file
 from rlhf.checkpoint.file_plan import plan_file
 from rlhf.checkpoint.file_sum import sum_of_file
+from rlhf.checkpoint.stored_metadata import metadata_bytes
 from rlhf.checkpoint.torch_dist import TorchDistReader, data_file_name, write_file, write_metadata
 from rlhf.errors import CheckpointError
 from rlhf.reshard.block import Block
@@ -192,6 +193,14 @@ def test_metadata_from_elsewhere_runs_no_code(tmp_path, monkeypatch):
         with pytest.raises(CheckpointError, match=r"\.metadata"):
             TorchDistReader(tmp_path)
     assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize("place", ["../elsewhere/__0_0.distcp", "/elsewhere/__0_0.distcp"])
+def test_metadata_cannot_name_a_file_elsewhere(tmp_path, place):
+    item = plan_file(wholes(tensors())).items[0]
+    (tmp_path / ".metadata").write_bytes(metadata_bytes([(place, item)], {}))
+    with pytest.raises(CheckpointError, match=r"needs a file in the folder; the file was tampered with"):
+        TorchDistReader(tmp_path).read(wholes(tensors())[:1])
 
 
 @pytest.mark.parametrize(
