@@ -69,7 +69,7 @@ setup(
     description=rlhf.__doc__,
     python_requires=">=3.11",
     packages=find_packages(include=["rlhf", "rlhf.*", "megatron_patches", "megatron_patches.*"]),
-    entry_points={"console_scripts": ["rlhf-convert = rlhf.checkpoint.convert_main:console"]},
+    entry_points={"console_scripts": ["rlhf-convert = rlhf.checkpoint.convert.command:console"]},
     install_requires=CORE,
     extras_require={
         "gpu": ["transformer-engine[core_cu13,pytorch]", "flash-attn"],

@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # imports begin at the root, though this file is run as a script
 
-from rlhf.checkpoint.convert_main import console  # noqa: E402
+from rlhf.checkpoint.convert.command import console  # noqa: E402
 
 if __name__ == "__main__":
     console()

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from rlhf.checkpoint.convert_load import load_stored
+from rlhf.checkpoint.convert.load import load_stored
 from rlhf.checkpoint.hf_export import export_hf
 from rlhf.config.model import FrozenRoleConfig, ModelConfig, TrainedRoleConfig
 from rlhf.config.run import PPORunConfig

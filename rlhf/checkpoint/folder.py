@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch.distributed import ProcessGroup
 
-from rlhf.checkpoint.durable import flush_entries, replace_file
+from rlhf.checkpoint.store.durable import flush_entries, replace_file
 from rlhf.checkpoint.together import from_first, place
 from rlhf.checkpoint.whole import find_damage
 

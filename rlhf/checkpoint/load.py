@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from rlhf.checkpoint.data_file import state_sums
 from rlhf.checkpoint.manifest import read_manifest
 from rlhf.checkpoint.state_checksum import StateChecksum
+from rlhf.checkpoint.store.data_file import state_sums
+from rlhf.checkpoint.store.torch_dist import TorchDistReader
 from rlhf.checkpoint.together import from_first, gathered, place
-from rlhf.checkpoint.torch_dist import TorchDistReader
 from rlhf.errors import CheckpointError
 from rlhf.reshard.block import Block
 from rlhf.reshard.checksum import wrapped

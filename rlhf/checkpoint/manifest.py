@@ -24,7 +24,7 @@ class FileRecord:
 
     size: int
     checksum: int
-    """`rlhf.checkpoint.file_sum`, signed 64 bits."""
+    """`rlhf.checkpoint.store.file_sum`, signed 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,15 @@ from shutil import rmtree
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rlhf.checkpoint.data_file import HostCopy, WrittenFile, streamed, write_data_file
-from rlhf.checkpoint.durable import flush_entries, flush_folder, write_file_whole
-from rlhf.checkpoint.file_plan import FilePlan, Window, plan_file
 from rlhf.checkpoint.folder import begin, publish, step_name, sweep
 from rlhf.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest
 from rlhf.checkpoint.prune import Pruner
 from rlhf.checkpoint.state_checksum import StateChecksum
+from rlhf.checkpoint.store.data_file import HostCopy, WrittenFile, streamed, write_data_file
+from rlhf.checkpoint.store.durable import flush_entries, flush_folder, write_file_whole
+from rlhf.checkpoint.store.file_plan import FilePlan, Window, plan_file
+from rlhf.checkpoint.store.torch_dist import RESERVED, data_file_name, write_metadata
 from rlhf.checkpoint.together import from_first, place, to_first
-from rlhf.checkpoint.torch_dist import RESERVED, data_file_name, write_metadata
 from rlhf.errors import CheckpointError
 from rlhf.reshard.block import Block
 from rlhf.reshard.checksum import wrapped

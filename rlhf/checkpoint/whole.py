@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch.distributed import ProcessGroup
 
-from rlhf.checkpoint.file_sum import sum_of_file
 from rlhf.checkpoint.manifest import FileRecord, Manifest, read_manifest
+from rlhf.checkpoint.store.file_sum import sum_of_file
 from rlhf.checkpoint.together import from_first, gathered, place
 from rlhf.errors import CheckpointError
 

@@ -139,7 +139,7 @@ def _checked_folder(name: str, role: Role, *, save_hf: str) -> ModelSpec:
             if has_safetensors(folder):
                 check_whole(folder, logical_tensors(spec, head=_head_of(name)))
             else:
-                from rlhf.checkpoint.convert_load import check_stored  # noqa: PLC0415  # it imports Megatron
+                from rlhf.checkpoint.convert.load import check_stored  # noqa: PLC0415  # it imports Megatron
 
                 check_stored(folder, spec)
     if save_hf and Path(save_hf).resolve() == folder.resolve():

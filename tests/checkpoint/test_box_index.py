@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf.checkpoint.box_index import BoxIndex, spans_of
-from rlhf.checkpoint.coverage import check_cover
-from rlhf.checkpoint.file_plan import contiguous_parts
+from rlhf.checkpoint.store.box_index import BoxIndex, spans_of
+from rlhf.checkpoint.store.coverage import check_cover
+from rlhf.checkpoint.store.file_plan import contiguous_parts
 from rlhf.errors import CheckpointError
 from rlhf.reshard.layout import Box
 

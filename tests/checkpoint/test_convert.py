@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.serialization import safe_globals
 
-from rlhf.checkpoint.convert_hf import HfWeights
-from rlhf.checkpoint.convert_main import main
-from rlhf.checkpoint.convert_options import Given
-from rlhf.checkpoint.convert_plan import target_layout
-from rlhf.checkpoint.convert_ranks import Crew
-from rlhf.checkpoint.convert_sources import Wanted, open_weights
-from rlhf.checkpoint.convert_to_hf import to_hf
-from rlhf.checkpoint.convert_to_megatron import to_megatron
-from rlhf.checkpoint.stored_metadata import read_metadata
+from rlhf.checkpoint.convert.command import main
+from rlhf.checkpoint.convert.hf import HfWeights
+from rlhf.checkpoint.convert.options import Given
+from rlhf.checkpoint.convert.plan import target_layout
+from rlhf.checkpoint.convert.ranks import Crew
+from rlhf.checkpoint.convert.sources import Wanted, open_weights
+from rlhf.checkpoint.convert.to_hf import to_hf
+from rlhf.checkpoint.convert.to_megatron import to_megatron
+from rlhf.checkpoint.store.stored_metadata import read_metadata
 from rlhf.errors import CheckpointError
 from tests.checkpoint.megatron_by_hand import stored_by_hand
 from tests.harness.ranks import run_ranks

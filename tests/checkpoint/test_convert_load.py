@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.checkpoint.convert_load import check_stored, load_stored
-from rlhf.checkpoint.convert_main import main
+from rlhf.checkpoint.convert.command import main
+from rlhf.checkpoint.convert.load import check_stored, load_stored
 from rlhf.config.model import ModelConfig
 from rlhf.config.parallel import ParallelConfig
 from rlhf.errors import CheckpointError

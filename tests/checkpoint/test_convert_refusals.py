@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlhf.checkpoint.convert_main import main
+from rlhf.checkpoint.convert.command import main
 
 Change = Callable[[Path], None]
 

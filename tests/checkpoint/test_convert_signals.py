@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint.convert_main import main
+from rlhf.checkpoint.convert.command import main
 
 SLOW = """
 import signal, sys, time
-from rlhf.checkpoint.convert_hf import HfWeights
-from rlhf.checkpoint.convert_main import console
+from rlhf.checkpoint.convert.hf import HfWeights
+from rlhf.checkpoint.convert.command import console
 signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell begin without
 HfWeights.read = lambda *_: time.sleep(60)
 console()

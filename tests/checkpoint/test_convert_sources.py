@@ -10,10 +10,10 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 
-from rlhf.checkpoint.convert_main import main
-from rlhf.checkpoint.convert_megatron_args import megatron_args, read_args, spec_of_args
-from rlhf.checkpoint.data_file import WrittenFile
-from rlhf.checkpoint.torch_dist import data_file_name, write_file, write_metadata
+from rlhf.checkpoint.convert.command import main
+from rlhf.checkpoint.convert.megatron_args import megatron_args, read_args, spec_of_args
+from rlhf.checkpoint.store.data_file import WrittenFile
+from rlhf.checkpoint.store.torch_dist import data_file_name, write_file, write_metadata
 from rlhf.config.model import ModelConfig
 from rlhf.config.parallel import ParallelConfig
 from rlhf.errors import CheckpointError

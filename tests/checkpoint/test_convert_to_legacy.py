@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf.checkpoint.convert_main import main
+from rlhf.checkpoint.convert.command import main
 from rlhf.families.registry import read_spec
 from tests.checkpoint.megatron_lm import layer_of_rank
 from tests.mcore.tiny import make_checkpoint

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf.checkpoint.convert_made import MadeWeights, made_weights
-from rlhf.checkpoint.convert_main import main
-from rlhf.checkpoint.convert_sources import Wanted
+from rlhf.checkpoint.convert.command import main
+from rlhf.checkpoint.convert.made import MadeWeights, made_weights
+from rlhf.checkpoint.convert.sources import Wanted
 from rlhf.errors import CheckpointError
 from rlhf.families.registry import hf_config, logical_tensors
 from rlhf.families.spec import Head

@@ -6,9 +6,9 @@ import os
 import pytest
 import torch
 
-from rlhf.checkpoint import disk_stream
-from rlhf.checkpoint.disk_stream import DiskStream
-from rlhf.checkpoint.file_sum import READ_BYTES, sum_at, sum_of_file
+from rlhf.checkpoint.store import disk_stream
+from rlhf.checkpoint.store.disk_stream import DiskStream
+from rlhf.checkpoint.store.file_sum import READ_BYTES, sum_at, sum_of_file
 from rlhf.reshard.checksum import wrapped
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf.checkpoint.convert_options import Given
-from rlhf.checkpoint.convert_sources import Place, Wanted, Weights, open_weights
-from rlhf.checkpoint.legacy_file import FILE_NAME
-from rlhf.checkpoint.legacy_weights import LegacyWeights
+from rlhf.checkpoint.convert.options import Given
+from rlhf.checkpoint.convert.sources import Place, Wanted, Weights, open_weights
+from rlhf.checkpoint.legacy.file import FILE_NAME
+from rlhf.checkpoint.legacy.weights import LegacyWeights
 from rlhf.errors import CheckpointError
 from rlhf.families.registry import read_spec
 from rlhf.reshard.layout import Box

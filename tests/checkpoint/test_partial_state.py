@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.checkpoint.torch_dist import TorchDistReader, data_file_name, write_file, write_metadata
+from rlhf.checkpoint.store.torch_dist import TorchDistReader, data_file_name, write_file, write_metadata
 from rlhf.errors import CheckpointError
 from rlhf.reshard.block import Block
 from rlhf.reshard.layout import Box

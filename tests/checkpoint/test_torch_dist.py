@@ -14,12 +14,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
-from rlhf.checkpoint import item_reader
-from rlhf.checkpoint.data_file import HostCopy, streamed, write_data_file
-from rlhf.checkpoint.file_plan import plan_file
-from rlhf.checkpoint.file_sum import sum_of_file
-from rlhf.checkpoint.stored_metadata import metadata_bytes
-from rlhf.checkpoint.torch_dist import TorchDistReader, data_file_name, write_file, write_metadata
+from rlhf.checkpoint.store import item_reader
+from rlhf.checkpoint.store.data_file import HostCopy, streamed, write_data_file
+from rlhf.checkpoint.store.file_plan import plan_file
+from rlhf.checkpoint.store.file_sum import sum_of_file
+from rlhf.checkpoint.store.stored_metadata import metadata_bytes
+from rlhf.checkpoint.store.torch_dist import TorchDistReader, data_file_name, write_file, write_metadata
 from rlhf.errors import CheckpointError
 from rlhf.reshard.block import Block
 from rlhf.reshard.checksum import checksums

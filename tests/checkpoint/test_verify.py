@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlhf.checkpoint.convert_main import main
-from rlhf.checkpoint.verify_logits import parity
+from rlhf.checkpoint.convert.command import main
+from rlhf.checkpoint.verify.logits import parity
 
 NAME = "model.layers.2.self_attn.k_proj.weight"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlhf.checkpoint.convert_main import main
-from rlhf.checkpoint.torch_dist import TorchDistReader, data_file_name, write_file, write_metadata
+from rlhf.checkpoint.convert.command import main
+from rlhf.checkpoint.store.torch_dist import TorchDistReader, data_file_name, write_file, write_metadata
 from rlhf.config.model import ModelConfig
 from rlhf.config.parallel import ParallelConfig
 from rlhf.families.registry import hf_config

@@ -1,0 +1,1 @@
+"""Checkpoints of other formats made from checkpoints: the command `rlhf-convert`."""

@@ -1,0 +1,1 @@
+"""Blocks of tensors in files: Megatron-Core's torch_dist format, written and read."""
