@@ -101,6 +101,7 @@ def rehearse(weights: MadeWeights, beside: Path, crew: Crew, *, make: Convert, c
         converted = convert(source, room / "there", crew)
         there = crew.together(lambda: open_weights(Given(room / "there")))
         compared = compare_tensors(source, there, crew)
+        crew.lead(lambda: shutil.rmtree(room))
     finally:
         if crew.leads:
             shutil.rmtree(room, ignore_errors=True)
