@@ -36,6 +36,15 @@ class HfFolder:
         """Names of all tensors in the folder."""
         return set(self._file_of)
 
+    def unlisted(self) -> Mapping[str, str]:
+        """Tensors that lie in a file though the index names another for them, or none: the file of each.
+
+        Raises:
+            CheckpointError: A file is damaged.
+        """
+        files = sorted(set(self._file_of.values()))
+        return {name: file for file in files for name in self._handle(file).keys() if self._file_of.get(name) != file}  # noqa: SIM118 # not a dict
+
     def file_of(self, name: str) -> Path:
         """The file that holds a tensor.
 

@@ -115,6 +115,10 @@ def _read_index(folder: Path) -> dict[str, str]:
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: no weight_map; needs tensor -> file names; fetch the file again")
+    if not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(
+            f"{path}: its weight_map names no files; needs tensor -> file names; fetch the file again"
+        )
     for file in sorted(set(weight_map.values())):
         if not (folder / file).is_file():
             lost = next(name for name, of in weight_map.items() if of == file)

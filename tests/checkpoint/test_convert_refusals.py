@@ -104,6 +104,42 @@ def test_nothing_is_written_over_what_is_read(models: Path, tmp_path: Path, caps
     assert (tmp_path / "models" / "llama" / "model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("command", ["to-hf", "to-megatron"])
+def test_a_file_or_a_link_is_not_taken_for_a_folder_to_replace(
+    command: str, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("of someone")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    for name, what in (("file", "a file"), ("link", "a link"), ("dangling", "a link")):
+        assert main([command, str(models / "llama"), str(tmp_path / name), "--overwrite"]) == 2
+        assert f"{name}: is {what}" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "of someone"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "file", "folder", "link"]
+
+
+def test_what_an_index_leaves_out_is_refused_and_a_needless_buffer_is_listed(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["to-hf", str(models / "llama"), str(tmp_path / "model"), "--shard-size", "100KB"]) == 0
+    first, second = sorted((tmp_path / "model").glob("*.safetensors"))[:2]
+    there = load_file(second)
+    for name in ("model.layers.9.mlp.up_proj.weight", "model.embed_tokens.weight"):  # none's, and the first file's
+        save_file({**there, name: torch.ones(2)}, second, metadata={"format": "pt"})
+        capsys.readouterr()
+        for command in (["to-megatron"], ["verify", "--no-logits", str(models / "llama")]):
+            assert main([*command, str(tmp_path / "model"), *([str(tmp_path / "out")] * (len(command) == 1))]) == 2
+            assert f"{second.name}: holds {name}, which" in capsys.readouterr().err
+    save_file({**there, "model.rotary_emb.inv_freq": torch.ones(8)}, second, metadata={"format": "pt"})
+    assert main(["to-megatron", str(tmp_path / "model"), str(tmp_path / "out")]) == 0
+    assert "dropped: model.rotary_emb.inv_freq" in capsys.readouterr().out
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {name: 3 for name in load_file(first)}}))
+    assert main(["inspect", str(tmp_path / "model")]) == 2
+    assert "its weight_map names no files" in capsys.readouterr().err
+
+
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -121,13 +157,41 @@ def test_a_damaged_converted_folder_is_refused_by_the_files_name(
     there = tmp_path / "there"
     assert main(["to-megatron", str(models / "llama"), str(there), "--tp", "2"]) == 0
     damage(there / "release" / "__1_0.distcp")
-    assert main(["to-hf", str(there), str(tmp_path / "back")]) == 2
-    assert "__1_0.distcp" in capsys.readouterr().err
+    for command in (["to-hf", str(there), str(tmp_path / "back")], ["verify", str(models / "llama"), str(there)]):
+        assert main(command) == 2
+        assert "__1_0.distcp" in capsys.readouterr().err
     assert main(["inspect", str(there)]) == 1
     said = capsys.readouterr().out
     assert "DAMAGED" in said
     assert "__1_0.distcp" in said
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_what_tells_nothing_of_its_damage_is_an_error_and_no_crash(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No manifest, and files that torch's and pickle's readers fail on in ways of their own."""
+    there = tmp_path / "there"
+    assert main(["to-megatron", str(models / "llama"), str(there), "--tp", "2"]) == 0
+    (there / "manifest.json").unlink()
+    metadata, common, data = (there / "release" / name for name in (".metadata", "common.pt", "__0_0.distcp"))
+    whole = metadata.read_bytes()
+    for damaged, says in (
+        (b"\x80\x04\x95" + b"\x7f" * 8, "cannot be read"),  # a frame longer than memory
+        (whole.replace(b"relative_path", b"relativf_path"), "lies nowhere"),
+    ):
+        metadata.write_bytes(damaged)
+        assert main(["verify", str(models / "llama"), str(there), "--no-logits"]) == 2
+        assert says in capsys.readouterr().err
+    metadata.write_bytes(whole)
+    written = common.read_bytes()
+    for damaged in (b"", written.replace(b"norm_epsilon", b"norm_\xffpsilon")):  # its model is told by config.json
+        common.write_bytes(damaged)
+        assert main(["inspect", str(there)]) == 0
+    capsys.readouterr()
+    data.write_bytes(b"")
+    assert main(["verify", str(models / "llama"), str(there), "--no-logits"]) == 2
+    assert "__0_0.distcp: no tensor at byte 0" in capsys.readouterr().err
 
 
 def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

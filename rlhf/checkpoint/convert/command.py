@@ -89,11 +89,11 @@ def _to_megatron(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     from rlhf.checkpoint.convert.ranks import Crew, with_crew  # noqa: PLC0415
-    from rlhf.checkpoint.convert.sources import open_weights  # noqa: PLC0415
+    from rlhf.checkpoint.convert.whole import open_whole  # noqa: PLC0415
     from rlhf.checkpoint.verify.command import verify  # noqa: PLC0415
 
     def work(crew: Crew) -> int:
-        first, second = (crew.together(partial(open_weights, options.given(args, name))) for name in ("a", "b"))
+        first, second = (open_whole(options.given(args, name), crew, check=args.check) for name in ("a", "b"))
         found = verify(first, second, crew, cast=args.dtype, with_logits=args.logits)
         crew.lead(lambda: options.show(found.text(), found.as_json(), args.json))
         return 0 if found.is_same else DIFFERENT
@@ -165,6 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("a", type=Path, metavar="A", help="a checkpoint's folder, in any format")
     verify.add_argument("b", type=Path, metavar="B", help="another")
     options.add_about(verify)
+    options.add_check(verify)
     verify.add_argument(
         "--dtype", default="", choices=options.DTYPES, help="compare after a cast to it (bits, and dtypes too)"
     )

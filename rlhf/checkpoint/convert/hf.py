@@ -9,6 +9,7 @@ import torch
 from rlhf.checkpoint.convert.sources import Place, Remark, Wanted
 from rlhf.errors import CheckpointError
 from rlhf.families.files import HfFolder
+from rlhf.families.folder import INDEX_FILE
 from rlhf.families.registry import family_of, head_of, logical_tensors, read_json, spec_of
 from rlhf.families.spec import Head, LogicalTensor, ModelSpec, Part
 from rlhf.reshard.layout import Box
@@ -52,6 +53,13 @@ class HfWeights:
     def _needless(self, tensors: Mapping[str, LogicalTensor]) -> list[Remark]:
         """Tensors of the folder that the model does not have, if each is known to be needless."""
         found, unknown = [], []
+        for name, file in self._folder.unlisted().items():
+            if not _BUFFERS.search(name):
+                raise CheckpointError(
+                    f"{self.path / file}: holds {name}, which {INDEX_FILE} does not place there; needs an index of all "
+                    "tensors, since what it leaves out would be lost unsaid; fetch the index again"
+                )
+            found.append(Remark(Place.DROPPED, name, "a buffer that is computed from config.json"))
         for name in sorted(self._folder.names() - tensors.keys()):
             if _BUFFERS.search(name):
                 found.append(Remark(Place.DROPPED, name, "a buffer that is computed from config.json"))

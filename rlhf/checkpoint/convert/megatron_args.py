@@ -99,14 +99,14 @@ def read_args(path: Path) -> dict[str, object]:
     """The arguments in a file of Megatron-LM's (`common.pt`); empty where there are none that can be read.
 
     Nothing is built but plain values and what `admitted.py` names (enums among the arguments become StandIns): a file
-    with other classes in it gives none.
+    with other classes in it gives none, and neither does a damaged one.
     """
     if not path.is_file():
         return {}
     try:
         with only_admitted():
             found = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError):
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError):
         return {}
     args = found.get("args") if isinstance(found, dict) else None
     return dict(vars(args)) if isinstance(args, argparse.Namespace) else {}

@@ -131,7 +131,13 @@ def appearing(folder: Path, source: Path, crew: Crew, *, overwrite: bool) -> Ite
 
 
 def refuse_existing(folder: Path, source: Path, *, overwrite: bool) -> None:
-    """Raise CheckpointError if there is such a folder and it may not be replaced, or if it is or holds the source."""
+    """Raise CheckpointError if there is such a folder and it may not be replaced, or if it is or holds the source.
+
+    A file or a link of that name is not replaced at all.
+    """
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        what = "a link" if folder.is_symlink() else "a file"
+        raise CheckpointError(f"{folder}: is {what}; needs a new folder, or one to replace; choose another name")
     if folder.exists() and not overwrite:
         raise CheckpointError(f"{folder}: exists; needs a new folder; choose another name, or say --overwrite")
     if source.resolve().is_relative_to(folder.resolve()):

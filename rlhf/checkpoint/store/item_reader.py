@@ -90,9 +90,10 @@ class ItemReader:
         """The same for an item that another version of torch has written, in its own words."""
         try:
             tensor = torch.load(cast(IO[bytes], _Part(self._handle, item)), map_location="meta", weights_only=True)
-        except (RuntimeError, UnpicklingError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        except (RuntimeError, UnpicklingError, EOFError, ValueError, LookupError, zipfile.BadZipFile) as error:
+            said = next(iter(str(error).splitlines()), "it ends before it begins")
             raise CheckpointError(
-                f"{self._path}: no tensor at byte {item.start} for {item.key} ({str(error).splitlines()[0]}); needs "
+                f"{self._path}: no tensor at byte {item.start} for {item.key} ({said}); needs "
                 "what torch.save writes; the file is damaged"
             ) from error
         fits = isinstance(tensor, Tensor) and (tuple(tensor.shape), tensor.dtype) == (item.box.shape, item.dtype)

@@ -40,6 +40,8 @@ _CLASSES = {
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _MEGATRON_CLASSES = {"MCoreMetadata": Metadata, "MCoreSavePlan": planner.SavePlan}
 _DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_PLACE = {"relative_path", "offset", "length"}
+"""Of an item; a damaged file may name other fields."""
 _OTHERS = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
@@ -108,7 +110,7 @@ class StoredItems(Sequence[tuple[str, StoredItem]]):
             return [self[number] for number in range(*at.indices(len(self)))]
         path, key, chunk = self._path, self._key, self._tensor.chunks[at]
         place = self._found.storage_data.get(MetadataIndex(key, chunk.offsets))
-        if not isinstance(place, filesystem._StorageInfo):
+        if not isinstance(place, filesystem._StorageInfo) or not vars(place).keys() >= _PLACE:
             raise CheckpointError(
                 f"{path}: block {at} of {key} lies nowhere; needs a place for each; the file is damaged"
             )
@@ -137,7 +139,7 @@ def read_metadata(folder: Path) -> Mapping[str, StoredItems]:
         raise CheckpointError(f"{folder}: no {METADATA_FILE}; needs a torch_dist checkpoint; give its folder")
     try:
         found = _Unpickler(BytesIO(path.read_bytes())).load()
-    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
+    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, LookupError, MemoryError) as error:
         raise CheckpointError(
             f"{path}: cannot be read ({error}); needs checkpoint metadata; the file is damaged"
         ) from error
