@@ -120,9 +120,12 @@ class HfWriter:
             total = sum(shard.num_bytes for shard in self.shards)
             _write_json(self._partial / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
         _write_json(self._partial / "config.json", config)
-        if self.folder.exists():
-            shutil.rmtree(self.folder)
+        replaced = self.folder.with_name(f".{self.folder.name}.replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
+        if self.folder.exists():  # stepping aside takes no time; what is cut while it is removed has no name
+            self.folder.rename(replaced)
         self._partial.rename(self.folder)
+        shutil.rmtree(replaced, ignore_errors=True)
 
     def abandon(self) -> None:
         """Remove the hidden folder, after something went wrong."""

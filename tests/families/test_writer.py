@@ -1,6 +1,7 @@
 """Folders that transformers and safetensors read back, whole or absent."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -85,6 +86,28 @@ def test_existing_folder_is_kept_unless_told_otherwise(tmp_path):
     assert read_spec(tmp_path / "out").family == "llama"
     write_checkpoint(tmp_path / "out", weights("qwen3"), hf_config(spec("qwen3")), overwrite=True)
     assert read_spec(tmp_path / "out").family == "qwen3"
+
+
+def test_a_folder_that_is_replaced_is_never_half_there(tmp_path, monkeypatch):
+    """The end comes while the old one is removed, which takes a while where it is large."""
+
+    def cut_short(path, **_):
+        files = list(path.glob("*.safetensors")) if path.exists() else []
+        if files:
+            files[0].unlink()
+            raise KeyboardInterrupt
+
+    tensors, config = weights("llama"), hf_config(spec("llama"))
+    write_checkpoint(tmp_path / "out", tensors, config)
+    changed = {name: tensor + 1 for name, tensor in tensors.items()}
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", cut_short)
+        with pytest.raises(KeyboardInterrupt):
+            write_checkpoint(tmp_path / "out", changed, config, overwrite=True)
+    found = load_file(tmp_path / "out" / SINGLE_FILE)
+    assert all(torch.equal(found[name], tensor) for name, tensor in changed.items())
+    write_checkpoint(tmp_path / "out", tensors, config, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_mixed_dtypes_are_refused(tmp_path):
