@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from rlhf.checkpoint.convert_made import made_weights
-from rlhf.checkpoint.convert_main import main
-from rlhf.checkpoint.convert_options import Given
-from rlhf.checkpoint.convert_ranks import Crew
-from rlhf.checkpoint.convert_rehearsal import rehearse
-from rlhf.checkpoint.convert_sources import Wanted, open_weights
-from rlhf.checkpoint.convert_to_hf import to_hf
-from rlhf.checkpoint.convert_to_legacy import to_legacy
+from rlhf.checkpoint.convert.command import main
+from rlhf.checkpoint.convert.made import made_weights
+from rlhf.checkpoint.convert.options import Given
+from rlhf.checkpoint.convert.ranks import Crew
+from rlhf.checkpoint.convert.rehearsal import rehearse
+from rlhf.checkpoint.convert.sources import Wanted, open_weights
+from rlhf.checkpoint.convert.to_hf import to_hf
+from rlhf.checkpoint.convert.to_legacy import to_legacy
 from rlhf.config.model import ModelConfig
 from rlhf.config.parallel import ParallelConfig
 from rlhf.dist.groups import GroupFactory
