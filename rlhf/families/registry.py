@@ -180,6 +180,8 @@ def family_of(spec: ModelSpec) -> Family:
 def _family_of(config: Mapping[str, Any], where: str) -> Family:
     """By `architectures`; a config without it goes by `model_type`."""
     named = config.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise CheckpointError(f"{where}: architectures is {named!r}; needs a list of names; correct the file")
     for family in FAMILIES:
         if any(name in family.architectures for name in named) or (
             not named and config.get("model_type") == family.name

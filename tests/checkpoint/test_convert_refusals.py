@@ -56,6 +56,7 @@ FAULTS: dict[str, tuple[str, Change, str]] = {
     ),
     "truncated": ("llama", cut, "model.safetensors: cannot be read"),
     "architecture": ("llama", config(architectures=["GPT2LMHeadModel"]), "architecture GPT2LMHeadModel"),
+    "no list": ("llama", config(architectures=3), "architectures is 3; needs a list"),
     "feature": ("llama", config(attention_bias=True), "attention_bias = True"),
     "head not tied": (
         "qwen2",

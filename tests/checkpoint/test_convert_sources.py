@@ -79,6 +79,37 @@ def test_each_role_of_a_training_checkpoint_becomes_a_folder(
     assert report["checksum"]["state"] == "unknown"  # saved by hand, without a manifest
 
 
+def test_a_damaged_text_of_a_training_checkpoint_is_named(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = tmp_path / "run" / "checkpoints" / "step_00000007"
+    save_roles(models, step)
+    record = step / "roles" / "actor.json"
+    told = json.loads(record.read_text())
+
+    def model(**others: object) -> bytes:
+        return json.dumps({**told, "model": {**told["model"], **others}}).encode()
+
+    for path, content, says in (
+        (record, model(head="what"), "'what' is not a valid Head"),
+        (record, model(head=None), "None is not a valid Head"),
+        (record, model(rope_scaling={"x": 1}), "unexpected keyword argument 'x'"),
+        (step / "config.yaml", b"a: [", "no YAML"),
+        (step / "config.yaml", b"\xff\xfe", "no YAML"),
+        (step.parent / "latest", b"\xff\xfe\x00", "no checkpoint"),
+    ):
+        whole = path.read_bytes()
+        path.write_bytes(content)
+        assert main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--role", "actor"]) == 2
+        said = capsys.readouterr().err
+        assert str(path) in said
+        assert says in said
+        path.write_bytes(whole)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\xfe")
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "needs a number of steps, or release" in capsys.readouterr().err
+
+
 def whole(key: str, tensor: Tensor) -> Block:
     shape = tuple(tensor.shape)
     return Block(key, shape, Box(tuple((0, extent) for extent in shape)), tensor)

@@ -77,7 +77,7 @@ def find_stored(path: Path) -> StoredPlace | None:
         return StoredPlace(path, inner, CONVERTED if (path / RECORD_FILE).is_file() else MEGATRON_LM)
     for folder in (path, path / "checkpoints"):
         if (folder / LATEST_FILE).is_file():
-            newest = folder / (folder / LATEST_FILE).read_text(encoding="utf-8").strip()
+            newest = folder / (folder / LATEST_FILE).read_text(encoding="utf-8", errors="replace").strip()
             if not _is_stored(newest):
                 raise CheckpointError(f"{folder / LATEST_FILE}: names {newest.name}, no checkpoint; give another")
             return StoredPlace(newest, newest, TRAINING)
@@ -90,7 +90,7 @@ def tracked_name(path: Path) -> str:
     Raises:
         CheckpointError: It says neither a number nor release.
     """
-    text = (path / TRACKER_FILE).read_text(encoding="utf-8").strip()
+    text = (path / TRACKER_FILE).read_text(encoding="utf-8", errors="replace").strip()
     if text == RELEASE:
         return RELEASE
     if not text.isdecimal():
@@ -148,17 +148,22 @@ def _of_record(record: Mapping[str, object], path: Path) -> tuple[ModelSpec, Hea
     if not isinstance(told, Mapping) or not {name for name, is_needed in names.items() if is_needed} <= told.keys():
         raise CheckpointError(f"{path}: does not say which model it is; needs what a save writes; take another one")
     numbers = {name: value for name, value in told.items() if name in names}
-    scaling = numbers.get("rope_scaling")
-    if isinstance(scaling, Mapping):
-        numbers["rope_scaling"] = RopeScaling(**scaling)
-    return ModelSpec(**numbers), Head(told["head"])
+    try:
+        if isinstance(scaling := numbers.get("rope_scaling"), Mapping):
+            numbers["rope_scaling"] = RopeScaling(**scaling)
+        return ModelSpec(**numbers), Head(told.get("head"))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}; needs what a save writes; the file is damaged") from error
 
 
 def _trained_from(config: Path, role: str) -> Path | None:
     """The folder that a run's model came from, if it is still there: it has tokenizer and config."""
     if not config.is_file():
         return None
-    run = yaml.safe_load(config.read_text(encoding="utf-8"))
+    try:
+        run = yaml.safe_load(config.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError) as error:
+        raise CheckpointError(f"{config}: no YAML; needs the config of the run; the file is damaged") from error
     for name in (role, "actor", "model"):
         section = run.get(name) if isinstance(run, dict) else None
         model = section.get("model", section) if isinstance(section, dict) else None
