@@ -88,7 +88,9 @@ def num_steps(run_folder: Path) -> int:
 
 
 @pytest.mark.timeout(600)  # two starts of a real run
-def test_ppo_on_two_nodes_stops_on_usr1_comes_back_and_finishes(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_ppo_on_two_nodes_stops_on_usr1_comes_back_and_goes_on_to_its_end(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
     make_model_folder(tmp_path / "model")
     config = ("configs/debug/ppo_tiny.yaml", f"log.folder={tmp_path}/runs", f"actor.model.path={tmp_path}/model")
     settings = (*EVERY_ROLE_OVER_BOTH_NODES, "data.held_out=0", "job.torch_threads=1", "num_steps=6")
@@ -99,15 +101,20 @@ def test_ppo_on_two_nodes_stops_on_usr1_comes_back_and_finishes(cluster: SlurmCl
     job.wait(lambda: job.fields["Restarts"] == "1", limit_s=60)
     stopped = read_exit(run_folder)
     assert (stopped["code"], stopped["reason"], stopped["rank"]) == (75, "stopped on request", None)
-    assert 0 < num_steps(run_folder) < 6
-    assert json.loads((run_folder / "summary.json").read_text())["steps"] == num_steps(run_folder)
+    stopped_after = num_steps(run_folder)
+    assert 0 < stopped_after < 6
+    assert json.loads((run_folder / "summary.json").read_text())["steps"] == stopped_after
+    assert (run_folder / "checkpoints" / "latest").read_text().strip() == f"step_{stopped_after:08d}"
     assert (run_folder / "stop").exists()  # and must not stop the next start
 
     job.wait(lambda: job.state == "PENDING")
     cluster.run("scontrol", "update", f"JobId={job.id}", SOON)
     assert job.wait_for_end() == ("COMPLETED", "0")
     assert read_exit(run_folder)["code"] == 0
-    assert num_steps(run_folder) == 6
+    steps = [json.loads(line)["step"] for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 7))
+    assert f"resume: from step {stopped_after} of 6" in job.output
+    assert not run_folder.with_name("ppo_tiny.1").exists()
     for rank in (0, 1):
         assert f"rank {rank} of 2" in (run_folder / "logs" / f"rank_{rank}.log").read_text()
     for start in (1, 2):
