@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf.checkpoint.convert.command import main
+from rlhf.checkpoint.verify import logits
 from rlhf.checkpoint.verify.logits import parity
 
 NAME = "model.layers.2.self_attn.k_proj.weight"
@@ -102,6 +103,17 @@ def test_other_numbers_of_the_config_are_found_and_heard(models: Path, tmp_path:
         assert (code, report["tensors"]["differences"]) == (1, [])
         assert [row["name"] for row in report["config"] if not row["same"]] == [field]
         assert not report["logits"]["same"]
+
+
+def test_logits_alone_can_tell_models_apart(
+    models: Path, there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal tensors and configs; two orders of summation in float32 are what differs."""
+    monkeypatch.setattr(logits, "TOLERANCE", 0.0)
+    code, report = verify(tmp_path, models / "llama", there / "llama")
+    assert (code, report["same"], report["tensors"]["differences"]) == (1, False, [])
+    assert all(row["same"] for row in report["config"])
+    assert 0 < report["logits"]["largest_difference"] < 1e-5 * report["logits"]["largest_logit"]
 
 
 def test_a_missing_or_other_tokenizer_is_a_difference(models: Path, tmp_path: Path) -> None:
