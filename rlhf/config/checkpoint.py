@@ -21,8 +21,8 @@ class CheckpointConfig:
     asynchronous: bool = True
     """Training goes on while a copy in host memory is written; False waits for the disk. The last save always waits."""
     resume: str = AUTO
-    """auto: go on from the newest whole checkpoint of the run folder, or begin anew where there is none. never: begin
-    anew. A checkpoint's folder, of another run: begin from it; later starts go on from the run's own checkpoints."""
+    """auto: go on from the newest whole checkpoint of the run folder, or begin anew where nothing was saved. never:
+    begin anew. A checkpoint's folder, of another run: begin from it; later starts go on from the run's own."""
     save_hf_every: int = 0
     """Export the actor as a Hugging Face checkpoint into the run folder's hf/step_N every so many steps; 0 never."""
 

@@ -39,8 +39,8 @@ def find_resume(
         note: Told what is damaged and what has changed; does something on rank 0 only.
 
     Raises:
-        CheckpointError: The checkpoint that the setting names is not there or not whole, or the run that saved one
-            differs in what must stay.
+        CheckpointError: The checkpoint that the setting names is not there or not whole, or none of the run's own is,
+            or the run that saved one differs in what must stay.
     """
     if setting == NEVER:
         return None
@@ -49,8 +49,11 @@ def find_resume(
     if setting != AUTO:
         found = _named(Path(setting), own, found, group=group)
     if found is None:
-        if group.rank() == 0 and saved(own):
-            note(f"resume: no whole checkpoint in {own}; the run begins anew, and what is there is moved aside")
+        if left := first_does(lambda: [path.name for path in saved(own)], group):
+            raise CheckpointError(
+                f"checkpoint.resume: none of {', '.join(left)} in {own} is whole (the console says why); needs one to "
+                "go on from; mend what lies there, or begin anew with checkpoint.resume=never, which moves it aside"
+            )
         return None
     is_own = _same(found.parent, own)
 

@@ -232,9 +232,11 @@ def _a_damaged_checkpoint_is_left_out(start: Start, whole: dict) -> None:
     last.run()
     same_end(start, last, "bad", whole)
     for path in (start.run("stop") / "checkpoints").glob("step_*/manifest.json"):
-        path.unlink()  # no save was ever whole
-    assert start.loop("stop").start.step == 0
-    assert f"no whole checkpoint in {start.run('stop')}/checkpoints; the run begins anew" in start.said()
+        path.unlink()  # none is whole
+    with pytest.raises(CheckpointError, match=r"none of step_.* is whole .*checkpoint\.resume=never"):
+        start.loop("stop")
+    assert not start.run("stop.1").exists()
+    assert start.loop("stop", "checkpoint.resume=never").start.step == 0
     assert (start.run("stop.1") / "metrics.jsonl").exists()
 
 
