@@ -115,7 +115,7 @@ def whole(key: str, tensor: Tensor) -> Block:
     return Block(key, shape, Box(tuple((0, extent) for extent in shape)), tensor)
 
 
-def save_as_megatron_lm(models: Path, folder: Path, case: str, **changes: object) -> ModelSpec:
+def save_as_megatron_lm(models: Path, folder: Path, case: str, *, more: str = "", **changes: object) -> ModelSpec:
     """An iteration of a training run by Megatron-LM: padded vocabulary, optimizer, arguments, nothing of ours."""
     spec = read_spec(models / case)
     inner = folder / "iter_0000120"
@@ -129,6 +129,8 @@ def save_as_megatron_lm(models: Path, folder: Path, case: str, **changes: object
     for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
         stored[key] = torch.cat([stored[key], torch.full((256 - 131, 48), 9.0)])
     stored["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.zeros(48)
+    if more:
+        stored[more] = torch.zeros(48)
     written = write_file(inner / data_file_name(0), [whole(key, tensor) for key, tensor in stored.items()])
     args = megatron_args(spec, ParallelConfig(tp=2), dtype=torch.float32, ckpt_format="torch_dist")
     args = argparse.Namespace(**{**args, **changes})
@@ -151,6 +153,19 @@ def test_megatron_lms_folder_is_read_by_its_arguments(
     assert main(["verify", str(models / "mixtral"), str(tmp_path / "theirs")]) == 0
     assert main(["inspect", str(tmp_path / "theirs" / "iter_0000120")]) == 0
     assert "step 120" in capsys.readouterr().out
+
+
+def test_a_stored_tensor_that_no_model_has_or_with_too_few_rows_is_refused(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unknown = "decoder.layers.mlp.adapter.weight"
+    save_as_megatron_lm(models, tmp_path / "more", "llama", more=unknown)
+    save_as_megatron_lm(models, tmp_path / "few", "llama", vocab_size=257)  # 256 rows are stored
+    needed = "embedding.word_embeddings.weight has shape [256, 48]; needs [257, 48]"
+    for name, says in (("more", f"{unknown}: no such tensor"), ("few", needed)):
+        assert main(["to-hf", str(tmp_path / name), str(tmp_path / "out")]) == 2
+        assert says in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["few", "more"]
 
 
 def test_a_model_that_its_arguments_do_not_tell_is_taken_from_where_it_is_said(
