@@ -1,6 +1,9 @@
-"""PPO with rollouts from SGLang, through the launcher: a run to its end, and one whose engine's leader is killed."""
+"""PPO with rollouts from SGLang, through the launcher: a run that is stopped and goes on, one whose engine's leader is
+killed."""
 
 import json
+import os
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -22,7 +25,7 @@ SETTINGS = (
 
 
 def start(folder: Path, *settings: str, death: str) -> LaunchedJob:
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     make_model_folder(folder / "model")
     config = ("configs/debug/ppo_tiny.yaml", "name=death", f"log.folder={folder}/runs")
     return LaunchedJob(
@@ -50,16 +53,34 @@ def is_scheduler(process: psutil.Process) -> bool:
         return False
 
 
-def test_ppo_learns_from_rollouts_whose_logprobs_are_the_trainers(tmp_path: Path) -> None:
-    job = start(tmp_path / "run", "rollout.tp=2", death="9 nowhere SIGKILL")
+def test_ppo_with_rollouts_of_the_trainers_logprobs_stops_and_goes_on(tmp_path: Path) -> None:
+    """A stop while an engine's processes live: saved, all of them gone, and the next start has an engine of its own."""
+    settings = ("rollout.tp=2", "num_steps=30")
+    job = start(tmp_path / "run", *settings, death="9 nowhere SIGKILL")
+    metrics = job.run_folder / "metrics.jsonl"
+    while not metrics.exists() or not metrics.read_text():
+        assert all(launcher.poll() is None for launcher in job.launchers), job.console
+        job.look()
+        time.sleep(0.5)
+    assert any(is_scheduler(process) for process in job.seen)
+    os.kill(job.launcher.pid, signal.SIGUSR1)
+    code, console, record = job.end(limit_s=240)
+    assert (code, record["code"]) == (75, 75), console
+    check_nothing_left(job, console)
+    done = len(metrics.read_text().splitlines())
+    assert done < 30
+
+    job = start(tmp_path / "run", *settings, f"num_steps={done + 2}", death="9 nowhere SIGKILL")
     while all(launcher.poll() is None for launcher in job.launchers):
         job.look()
         time.sleep(0.5)
     code, console, _ = job.end(limit_s=240)
     assert code == 0, console
-    steps = [json.loads(line) for line in (job.run_folder / "metrics.jsonl").read_text().splitlines()]
-    assert [step["step"] for step in steps] == [1, 2]
+    assert f"resume: from step {done} of {done + 2}" in console
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [step["step"] for step in steps] == list(range(1, done + 3))
     assert all(step["mismatch/max"] < 1e-4 for step in steps)  # fp32; one wrong weight costs far more
+    assert [step["sync/policy_version"] for step in steps] == list(range(done + 2))
     assert (job.run_folder / "logs" / "engine_0.log").exists()
     check_nothing_left(job, console)
 
