@@ -12,8 +12,7 @@ def check_layout(spec: ModelSpec, parallel: ParallelConfig, *, where: str) -> No
     Where tp exceeds the number of KV heads, ranks share them: q, k and v are cut evenly inside a group of heads.
 
     Raises:
-        LayoutError: Heads, KV heads, the fused q, k and v, or the MLP cannot be cut into tp shards, experts not over ep
-            and etp, or a dense model is to be cut so.
+        LayoutError: Heads or KV heads cannot be shared out over tp, or what `check_cuts` finds.
         ConfigError: The pipeline stages cannot hold the layers.
     """
     if spec.num_kv_heads % parallel.tp and parallel.tp % spec.num_kv_heads:
@@ -23,8 +22,20 @@ def check_layout(spec: ModelSpec, parallel: ParallelConfig, *, where: str) -> No
             LayoutError,
         )
     _divides(f"{where}.tp", parallel.tp, "num_heads", spec.num_heads)
+    check_cuts(spec, parallel, where=where)
+
+
+def check_cuts(spec: ModelSpec, parallel: ParallelConfig, *, where: str) -> None:
+    """Raise unless the parameters can be cut evenly: enough for files, which have no heads to keep together.
+
+    Raises:
+        LayoutError: The fused q, k and v, their output, or the MLP cannot be cut into tp shards, experts not over ep
+            and etp, or a dense model is to be cut so.
+        ConfigError: The pipeline stages cannot hold the layers.
+    """
     rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     _divides(f"{where}.tp", parallel.tp, "rows of q, k and v", rows)
+    _divides(f"{where}.tp", parallel.tp, "columns of the attention's output", spec.num_heads * spec.head_dim)
     if spec.num_experts:
         _divides(f"{where}.ep", parallel.ep, "num_experts", spec.num_experts)
         _divides(f"{where}.etp", parallel.etp, "moe_ffn_size", spec.moe_ffn_size)

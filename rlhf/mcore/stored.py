@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from rlhf.config.parallel import ParallelConfig
-from rlhf.families.admissible import check_layout
+from rlhf.families.admissible import check_cuts, check_layout
 from rlhf.families.spec import Head, LogicalTensor, ModelSpec, Part
 from rlhf.mcore.groups import expert_grid, model_grid
 from rlhf.mcore.layout import (
@@ -132,7 +132,13 @@ def extra_state_keys(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def held_of_stored(
-    spec: ModelSpec, parallel: ParallelConfig, *, head: Head, rank: int, without_replicas: bool = False
+    spec: ModelSpec,
+    parallel: ParallelConfig,
+    *,
+    head: Head,
+    rank: int,
+    without_replicas: bool = False,
+    for_files: bool = False,
 ) -> tuple[StoredPiece, ...]:
     """Where each parameter of a rank lies in the stored tensors; `tensor` and `box` are of the rank's parameter.
 
@@ -146,12 +152,13 @@ def held_of_stored(
         rank: One of the pool.
         without_replicas: Leave out what a rank of a lower tp coordinate or of an earlier stage holds too, so that the
             ranks that differ in tp and pp, or of experts in tp, pp, etp and ep, hold each element once.
+        for_files: No model is built: tp need not divide the number of heads.
 
     Raises:
         LayoutError: The layout cannot hold the model.
         ConfigError: The pipeline stages cannot hold the layers.
     """
-    check_layout(spec, parallel, where="parallel")
+    (check_cuts if for_files else check_layout)(spec, parallel, where="parallel")
     at, experts = model_grid(parallel).coords(rank), expert_grid(parallel)
     among = experts.coords(at["tp"] + parallel.tp * at["dp"])
     shapes = param_shapes(spec, parallel, head=head, stage=at["pp"])

@@ -36,6 +36,8 @@ class Outcome:
     """Of memory, the most of any process: pages of mapped files included, which the system takes back at need."""
     num_ranks: int
     remarks: tuple[Remark, ...]
+    note: str = ""
+    """About the whole, where there is something to say."""
 
     def text(self) -> str:
         """For the console."""
@@ -47,6 +49,8 @@ class Outcome:
             f"  {self.seconds:.1f} s, {rate:.2f} GB/s, peak memory {self.peak_bytes / _GIB:.2f} GiB"
             + (f" of {self.num_ranks} processes" if self.num_ranks > 1 else ""),
         ]
+        if self.note:
+            lines.append(f"  note: {self.note}")
         return "\n".join([*lines, *listed(self.remarks)])
 
     def as_json(self) -> dict[str, object]:
@@ -64,6 +68,7 @@ class Outcome:
             "seconds": self.seconds,
             "peak_bytes": self.peak_bytes,
             "num_ranks": self.num_ranks,
+            "note": self.note,
             **remarks_json(self.remarks),
         }
 

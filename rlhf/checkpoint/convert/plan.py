@@ -78,14 +78,14 @@ def plan_files(
         chunk_bytes: Upper size of a chunk.
 
     Raises:
-        LayoutError: The layout cannot hold the model.
+        LayoutError: Its parameters cannot be cut so.
         ConfigError: The pipeline stages cannot hold the layers.
     """
     shapes, made_of = stored_shapes(spec, head=head), _by_place(spec, head)
     files, seen = [], set()
     for rank in parallel.ranks:
         chunks = []
-        for held in held_of_stored(spec, parallel, head=head, rank=rank, without_replicas=True):
+        for held in held_of_stored(spec, parallel, head=head, rank=rank, without_replicas=True, for_files=True):
             box = held.stored_box(held.box)
             if (held.key, box) in seen:  # replicas over dp, and of experts over edp
                 continue

@@ -28,6 +28,8 @@ from rlhf.checkpoint.store.data_file import Room, WrittenFile, elements, put_tex
 from rlhf.checkpoint.store.file_plan import FilePlan, Window, plan_file
 from rlhf.checkpoint.store.torch_dist import data_file_name, write_metadata
 from rlhf.config.parallel import ParallelConfig
+from rlhf.errors import LayoutError
+from rlhf.families.admissible import check_layout
 from rlhf.families.registry import logical_tensors
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.families.spec import Part as Of
@@ -52,7 +54,7 @@ def to_megatron(
 
     Raises:
         CheckpointError: The folder exists, or a file of the source is damaged.
-        LayoutError: The layout cannot hold the model.
+        LayoutError: Parameters cannot be cut so; that tp divides the number of heads is not asked.
         ConfigError: The pipeline stages cannot hold the layers.
     """
     start = time.monotonic()
@@ -79,7 +81,17 @@ def to_megatron(
         peak_bytes=max(crew.all(peak_bytes())),
         num_ranks=crew.size,
         remarks=(*weights.remarks, *replicated(weights.spec, parallel, head=weights.head)),
+        note=_note(weights.spec, parallel),
     )
+
+
+def _note(spec: ModelSpec, parallel: ParallelConfig) -> str:
+    """That no model has the layout of the files, where that is so."""
+    try:
+        check_layout(spec, parallel, where="parallel")
+    except LayoutError as error:
+        return f"no model can be built in this layout ({error}); the files load in any other"
+    return ""
 
 
 def said(parallel: ParallelConfig) -> str:
