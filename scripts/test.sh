@@ -18,5 +18,5 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # several ranks share the cores
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same files, and each would compile them
 cd "$root"
-(($#)) || set -- --numprocesses 2 --dist loadgroup --no-loadscope-reorder # tests/harness/lanes.py
+(($#)) || set -- --numprocesses 2 --dist loadscope --no-loadscope-reorder # tests/harness/lanes.py
 exec .venv/bin/python -m pytest "$@"

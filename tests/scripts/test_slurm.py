@@ -226,7 +226,8 @@ def test_conversion_runs_as_ranks_on_every_node_or_as_one_process(cluster: Slurm
         (1, 1, ("to-hf", there, back)),
     ):
         arguments = (f"--nodes={nodes}", SCRIPTS / "convert.sbatch", *command)
-        job = submit(cluster, tmp_path, *arguments, RLHF_ROOT=str(REPO), CONVERT_RANKS=str(ranks))
+        (folder := tmp_path / command[0]).mkdir()
+        job = submit(cluster, folder, *arguments, RLHF_ROOT=str(REPO), CONVERT_RANKS=str(ranks))
         assert job.wait_for_end() == ("COMPLETED", "0")
         assert f"-> {command[2]}" in job.output
         assert (" of 4 processes" in job.output) == (ranks == 2)
