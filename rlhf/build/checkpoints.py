@@ -39,10 +39,12 @@ def make_checkpoints(
             keep_every=config.checkpoint.keep_every,
             asynchronous=config.checkpoint.asynchronous,
             note=lambda text: note(site, text),
+            tick=lambda: ranks.progress.tick("save"),
         ),
         export=export,
         run_folder=ranks.run_folder,
         timers=site.timers,
+        progress=ranks.progress,
         note=lambda text: note(site, text),
     )
     if site.resume is not None:

@@ -6,6 +6,7 @@ Knows no model: a rank brings blocks of tensors and small files.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from shutil import rmtree
@@ -25,6 +26,9 @@ from rlhf.checkpoint.together import from_first, place, to_first
 from rlhf.errors import CheckpointError
 from rlhf.reshard.block import Block
 from rlhf.reshard.checksum import wrapped
+
+LOOK_S = 1.0
+"""How often somebody who waits for a save looks whether it moves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class Saver:
         keep_every: int,
         asynchronous: bool,
         note: Callable[[str], None],
+        tick: Callable[[], None] = lambda: None,
     ) -> None:
         """Local; the first rank makes the folder and removes what a killed job has left in it.
 
@@ -79,19 +84,22 @@ class Saver:
             asynchronous: Training goes on once a rank's share is copied to host memory, which is kept for the next
                 save: as much as the share. Otherwise `save` returns when all is written, and takes 10 MiB.
             note: Takes a line for the console, on the first rank, also from another thread.
+            tick: Called by `save` and `wait` whenever more of this rank's share has gone to the disk, so that a slow
+                disk is told from a hung rank.
 
         Raises:
             CheckpointError: On the first rank: the folder cannot be written to.
         """
         assert keep_last >= 1, f"keep_last {keep_last}: the newest checkpoint must be kept"
         assert keep_every >= 0, f"keep_every {keep_every}"
-        self._folder, self._group, self._note = folder, group, note
+        self._folder, self._group, self._note, self._tick = folder, group, note, tick
         self._number, self._count = place(group)
         self._pruner = Pruner(folder, keep_last=keep_last, keep_every=keep_every, group=group, note=note)
         self._host = HostCopy() if asynchronous else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: Future[Path | None] | None = None
         self._plan: tuple[object, FilePlan] | None = None
+        self._windows = 0
         if self._number == 0:
             self._open()
 
@@ -115,21 +123,40 @@ class Saver:
         self.wait()
         plan = self._planned(content.blocks)
         if self._host is None:
-            memory = streamed(plan, content.blocks)
+            memory = self._counted(streamed(plan, content.blocks), self._tick)
             self._running = Future()
             self._running.set_result(self._write(step, plan, memory, content))
             return
         self._host.take(plan, content.blocks)
-        self._running = self._thread.submit(
-            self._write, step, plan, self._host.of, Content((), content.files, content.empty_objects)
-        )
+        memory = self._counted(self._host.of)
+        files = Content((), content.files, content.empty_objects)
+        self._running = self._thread.submit(self._write, step, plan, memory, files)
 
     def wait(self) -> Path | None:
         """Wait until the last save has ended; its folder, or None when it failed or nothing was saved. Collective.
 
         To be called before the process group is destroyed.
         """
-        return None if self._running is None else self._running.result()
+        if self._running is None:
+            return None
+        seen = self._windows
+        while wait_for([self._running], timeout=LOOK_S).not_done:
+            if self._windows != seen:
+                seen = self._windows
+                self._tick()
+        return self._running.result()
+
+    def _counted(
+        self, memory: Callable[[Window], Tensor], tick: Callable[[], None] = lambda: None
+    ) -> Callable[[Window], Tensor]:
+        """The same memory; each window that is asked for counts."""
+
+        def of(window: Window) -> Tensor:
+            self._windows += 1
+            tick()
+            return memory(window)
+
+        return of
 
     def _planned(self, blocks: Sequence[Block]) -> FilePlan:
         """Where the blocks lie in this rank's file; the plan of the save before when they are cut alike."""

@@ -17,6 +17,7 @@ from rlhf.checkpoint.saver import Content, Saver
 from rlhf.config.load import to_yaml
 from rlhf.config.run import RunConfig
 from rlhf.dist.agree import first_does, gather
+from rlhf.dist.progress_clock import ProgressClock
 from rlhf.errors import CheckpointError, SaveError
 from rlhf.mcore.model import MegatronModel
 from rlhf.mcore.model_state import model_blocks, optimizer_blocks, weights_loaded
@@ -81,6 +82,7 @@ class Checkpoints:
         export: Callable[[Path], None],
         run_folder: Path,
         timers: Timers,
+        progress: ProgressClock,
         note: Callable[[str], None],
     ) -> None:
         """Nothing is saved or loaded yet.
@@ -97,11 +99,12 @@ class Checkpoints:
             export: Writes the actor as a Hugging Face checkpoint. Collective over its pool.
             run_folder: Where exports go, into `hf/`.
             timers: Time of saving is that of the phase `save`.
+            progress: Of this rank, which is not blamed while it waits for the disks of others.
             note: A message on rank 0's console.
         """
         self._config, self._rank, self._group, self._record = config, rank, group, record
         self._roles, self._frozen, self._saver, self._export = tuple(roles), dict(frozen), saver, export
-        self._exports, self._timers, self._note = run_folder / "hf", timers, note
+        self._exports, self._timers, self._progress, self._note = run_folder / "hf", timers, progress, note
         self._saved_step: int | None = None
         """Of the checkpoint that was begun or loaded last."""
         self._is_loaded = False
@@ -122,7 +125,7 @@ class Checkpoints:
         """
         if kind is not None:
             return
-        last = self._saver.wait()
+        last = self._wait()
         if self._final_step is None:
             return
         if last is None:
@@ -165,7 +168,7 @@ class Checkpoints:
             self._save(state)
         if checkpoint.export_due(state.step):
             with self._timers.phase("save"):
-                self._saver.wait()
+                self._wait()
                 self._export(self._exports / f"step_{state.step:08d}")
 
     def finish(self, state: LoopState) -> None:
@@ -180,13 +183,17 @@ class Checkpoints:
         if self._saved_step == state.step and self._is_loaded:
             return
         self._final_step = state.step
-        if self._saved_step != state.step or self._saver.wait() is None:  # a save that failed is tried again
+        if self._saved_step != state.step or self._wait() is None:  # a save that failed is tried again
             self._save(state)
         with self._timers.phase("save"):
-            self._saver.wait()
+            self._wait()
+
+    def _wait(self) -> Path | None:
+        with self._progress.waiting("save"):
+            return self._saver.wait()
 
     def _save(self, state: LoopState) -> None:
-        with self._timers.phase("save"):
+        with self._timers.phase("save"), self._progress.waiting("save"):
             self._saver.save(state.step, self._content(state))
         self._saved_step, self._is_loaded = state.step, False
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from rlhf.checkpoint.folder import newest_whole, saved, step_name
 from rlhf.checkpoint.load import check_state, load
 from rlhf.checkpoint.manifest import read_manifest
 from rlhf.checkpoint.saver import Content, Saver
+from rlhf.checkpoint.store.data_file import HostCopy
+from rlhf.checkpoint.store.file_plan import Window, plan_file
 from rlhf.checkpoint.whole import find_damage
 from rlhf.errors import CheckpointError
 from tests.checkpoint.stored_blocks import block, tensors, uneven_shares, wholes
@@ -354,3 +357,29 @@ def test_a_save_killed_anywhere_leaves_a_whole_checkpoint(tmp_path):
     assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = dict(line.split(": ", 1) for line in ended.stdout.splitlines())
     assert lines.keys() == {"alone", "again", "background", "ranks", "short files"}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_slow_disk_is_seen_to_move(asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+    taken = HostCopy.of
+
+    def slowly(host: HostCopy, window: Window) -> torch.Tensor:
+        time.sleep(0.05)
+        return taken(host, window)
+
+    monkeypatch.setattr(HostCopy, "of", slowly)
+    monkeypatch.setattr("rlhf.checkpoint.saver.plan_file", partial(plan_file, window_bytes=512))
+    monkeypatch.setattr("rlhf.checkpoint.saver.LOOK_S", 0.005)
+    one = Saver(
+        tmp_path,
+        group=None,
+        keep_last=1,
+        keep_every=0,
+        asynchronous=asynchronous,
+        note=print,
+        tick=lambda: moved.append(1),
+    )
+    one.save(1, content(1))
+    assert one.wait() is not None
+    assert len(moved) >= 3
