@@ -41,5 +41,9 @@ class WeightSyncError(RlhfError):
     """After a weight sync the engine does not hold the trainer's weights."""
 
 
+class PeerLostError(WeightSyncError, RuntimeError):
+    """What another rank was to give cannot be had. Where that rank has died, its death ends the job, not this error."""
+
+
 class AgreementError(RlhfError):
     """Ranks of a group hold different values where all must hold the same."""

@@ -17,7 +17,7 @@ from rlhf.dist.exit_record import ExitCode, ExitRecord, claim, exit_path, failur
 from rlhf.dist.heartbeat import FAILED, TERMINATED, Beat, Heart, process_state
 from rlhf.dist.rank_logs import RankLogs
 from rlhf.dist.watchdog import Blame, PeerView, dead_peer
-from rlhf.errors import CheckpointError, ConfigError, DataError, LayoutError, SaveError
+from rlhf.errors import CheckpointError, ConfigError, DataError, LayoutError, PeerLostError, SaveError
 
 _CONSEQUENCE = re.compile(r"gloo|nccl|connection|socket|timed out|peer|rendezvous|store", re.IGNORECASE)
 _KEEPERS = ("multiprocessing.resource_tracker", "torch_shm_manager")  # free shared memory once their users are gone
@@ -129,6 +129,8 @@ class Ending:
         os._exit(143)
 
     def _may_be_consequence(self, error: BaseException) -> bool:
+        if isinstance(error, PeerLostError):
+            return True
         return isinstance(error, RuntimeError) and _CONSEQUENCE.search(str(error)) is not None
 
     def _cause(self) -> Blame | None:

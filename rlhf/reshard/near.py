@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from rlhf.errors import WeightSyncError
+from rlhf.errors import PeerLostError
 from rlhf.reshard.topology import Link, Topology
 from rlhf.reshard.transport import GroupTransport, Parcel, Pending, Traffic, Transport
 
@@ -107,7 +107,7 @@ class NearTransport:
         assert abs(num_bytes) == parcel.data.nbytes, "both ends of a pair planned different messages"
         fault = read_memory(self._peers.readable[parcel.peer], address, parcel.data)
         if fault is not None:
-            raise WeightSyncError(
+            raise PeerLostError(
                 f"reshard: rank {self.traffic.rank} cannot read the memory of rank {parcel.peer}: {fault}; needs that "
                 "rank alive; look into its log"
             )

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from rlhf.config.load import load_config
 from rlhf.dist.job import Ranks, job
-from rlhf.errors import DataError, SaveError
+from rlhf.errors import DataError, PeerLostError, SaveError
 
 
 def work(ranks: Ranks) -> None:
@@ -60,6 +60,16 @@ def raise_on_rank_1(ranks: Ranks) -> None:
         time.sleep(0.5)
         raise KeyError("no such thing on rank 1")
     dist.barrier(everyone)
+
+
+def read_of_the_dead(ranks: Ranks) -> None:
+    """Rank 1 is killed without a word, and rank 0 finds that it cannot be read any more."""
+    everyone = ranks.groups.cpu_group([tuple(range(ranks.world_size))])
+    ranks.progress.tick("rollout/sync")
+    dist.barrier(everyone)
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise PeerLostError("reshard: rank 0 cannot read the memory of rank 1: No such process")
 
 
 def hang_on_rank_1(ranks: Ranks) -> None:

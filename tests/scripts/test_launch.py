@@ -59,6 +59,12 @@ def test_a_rank_that_raises_ends_the_others_in_their_collective(tmp_path: Path) 
         assert "launch: rank 1 failed" in job.outputs[0].read_text()  # node 0 tells it too, wherever it happened
 
 
+def test_a_rank_that_cannot_read_a_dead_one_is_not_blamed(tmp_path: Path) -> None:
+    for job in on_one_and_two_nodes(tmp_path, "read_of_the_dead"):
+        code, console, record = job.end()
+        assert (code, record["rank"]) == (3, 1), console
+
+
 def test_a_killed_rank_is_named_and_leaves_nothing_behind(tmp_path: Path) -> None:
     jobs = on_one_and_two_nodes(tmp_path, "work_with_children", nproc=4)
     for job in jobs:
