@@ -12,6 +12,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 KEPT_RANKS = "run_ranks"
 LAUNCHED = "tests/scripts/"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Lanes(LoadScopeScheduling):
@@ -34,7 +35,7 @@ def group_of(file: str) -> str:
     """Of a test file, named from the root of the repository."""
     if file.startswith(LAUNCHED):
         return "launched"  # no two at once: they have time limits
-    if KEPT_RANKS in Path(file).read_text(encoding="utf-8"):
+    if KEPT_RANKS in (ROOT / file).read_text(encoding="utf-8"):
         return "ranks"  # of one pool, whose processes are not started twice
     return file
 
