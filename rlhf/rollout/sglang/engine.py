@@ -22,6 +22,7 @@ from rlhf.rollout.admission import check_fits, check_vocabulary
 from rlhf.rollout.engine import ProgressFn
 from rlhf.rollout.seeds import sample_seed
 from rlhf.rollout.sglang.layout import Sizes, sglang_layout
+from rlhf.rollout.sglang.meeting import environment_on_one_host
 from rlhf.rollout.sglang.process import HostPort, HostProcess
 from rlhf.rollout.sglang.responses import rollout_of
 from rlhf.rollout.sglang.server_args import ENVIRONMENT, NO_VERSION, Place, cpu_environment, sampling_args, server_args
@@ -227,6 +228,7 @@ class SGLangEngine:
         (self._folder / "config.json").write_text(json.dumps(hf_config(self._spec, dtype=place.dtype)))
         threads = torch.get_num_threads()
         changes = ENVIRONMENT | {"TMPDIR": str(self._folder), "OMP_NUM_THREADS": str(threads)}
+        changes |= environment_on_one_host(self._folder)
         if place.device == "cpu":
             cores = sorted(os.sched_getaffinity(0))
             changes |= cpu_environment(self._config.tp, leader=rank, threads=threads, cores=cores)

@@ -13,6 +13,7 @@ from rlhf.config.rollout import SamplingConfig
 from rlhf.data.batch import FinishReason, Provenance
 from rlhf.errors import EngineError
 from tests.rollout.sglang.errands import Fails, Shapes
+from tests.rollout.sglang.listeners import check_private
 from tests.rollout.sglang.tiny import load, make_engine, needs_sglang
 from tests.rollout.test_native_engine import greedy_reference
 from tests.rollout.tiny import hf_model, prompts, reference_logprobs
@@ -159,6 +160,10 @@ def test_an_asleep_engine_refuses_and_wakes_with_the_same_answers(engine):
         engine.generate(prompts(), GREEDY)
     engine.wake()
     assert torch.equal(engine.collect().responses.values, before.responses.values)
+
+
+def test_nobody_else_reaches_its_processes(engine):
+    check_private(engine.host_pid, engine._folder)
 
 
 def test_schedulers_tell_their_parameters_and_an_errand_that_fails_is_named(engine):

@@ -27,6 +27,7 @@ from rlhf.rollout.sglang.engine import SGLangEngine
 from rlhf.rollout.sglang.layout import folded, sglang_layout
 from tests.reshard.toy import filled_params, full_tensors
 from tests.rollout.sglang.errands import Built, Poison
+from tests.rollout.sglang.listeners import check_private
 
 CPU = torch.device("cpu")
 GREEDY = SamplingConfig(temperature=0.0, max_new_tokens=9)
@@ -127,6 +128,8 @@ def actor_into_engine(case: Case, with_megatron: bool, builds: Iterable[Built]) 
     assert sync.certificate is not None
     try:
         refuses_to_answer(engine, case)
+        if dist.get_rank() == case.dst.ranks[0]:
+            check_private(engine.engine.host_pid, engine.engine._folder)
         engine.poison()
         stats = sync.update_weights(actor, engine.params)
         assert stats.moved == stats.bound == sync.certificate.bound
