@@ -1,6 +1,7 @@
 """Checkpoints of a run side by side in one folder: names, `latest`, which are whole, which may go.
 
-`step_00000010/` is a checkpoint; names that begin with a dot are saves under way or leftovers of one.
+`step_00000010/` is a checkpoint; names that begin with a dot are saves under way or leftovers of one; one that ends in
+`.left-...` belongs to a past that the run has left.
 """
 
 import os
@@ -49,21 +50,10 @@ def latest(folder: Path) -> Path | None:
     return folder / name if _STEP.fullmatch(name) else None
 
 
-def in_order(folder: Path) -> list[Path]:
-    """Checkpoints in the order in which a resume tries them.
-
-    The one that `latest` names and those before it, newest first; then those after it, which a run has left behind that
-    went back to an earlier one.
-    """
-    found, named = saved(folder), latest(folder)
-    if named is None:
-        return found
-    step = step_of(named)
-    return [path for path in found if step_of(path) <= step] + [path for path in found if step_of(path) > step]
-
-
 def newest_whole(folder: Path, *, group: ProcessGroup | None, note: Callable[[str], None]) -> Path | None:
     """The newest checkpoint all of whose files are as they were written; None when there is none.
+
+    By the manifests alone: `latest` is written after a checkpoint has its name, and a kill may come between the two.
 
     Collective over `group` (gloo; None: this process alone), whose ranks read the files between them. A damaged
     checkpoint is left where it is.
@@ -76,7 +66,7 @@ def newest_whole(folder: Path, *, group: ProcessGroup | None, note: Callable[[st
     leads = place(group)[0] == 0
     if leads:
         put_back(folder)
-    order = from_first(in_order(folder) if leads else [], group)
+    order = from_first(saved(folder) if leads else [], group)
     for at, path in enumerate(order):
         damage = find_damage(path, group=group)
         if damage is None:
@@ -85,6 +75,26 @@ def newest_whole(folder: Path, *, group: ProcessGroup | None, note: Callable[[st
             then = f"trying {order[at + 1].name}" if at + 1 < len(order) else "there is no other"
             note(f"checkpoint {path} is damaged: {damage}; {then}")
     return None
+
+
+def settle(folder: Path, step: int) -> list[Path]:
+    """Make a whole checkpoint the newest, which a run is about to go on from. One process calls it.
+
+    Those of later steps are not whole. They step aside under other names, so that one that can be read again some day is
+    not taken for the future of what is done from here on; `latest` names the one of `step`.
+
+    Returns:
+        What stepped aside, by the new names.
+    """
+    left = []
+    for path in saved(folder):
+        if step_of(path) > step:
+            left.append(path.rename(path.with_name(f"{path.name}.left-{os.urandom(4).hex()}")))
+    found = latest(folder)
+    if left or found is None or found.name != step_name(step):
+        flush_entries(folder)
+        replace_file(folder / LATEST_FILE, f"{step_name(step)}\n".encode())
+    return left
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -97,10 +107,16 @@ def begin(folder: Path, step: int) -> Path:
     return path
 
 
-def publish(partial: Path, final: Path) -> None:
+def publish(partial: Path, final: Path) -> list[str]:
     """Give a finished save its name, in place of one of the same step, and let `latest` name it. One process calls it.
 
     Whenever it is cut, either the old or the new one is there whole (`put_back` finds it).
+
+    Returns:
+        What could not be done once the new one had its name, in words: it counts all the same.
+
+    Raises:
+        OSError: The new one has not got its name for good.
     """
     replaced = final.with_name(f".{final.name}.replaced-{os.urandom(4).hex()}")
     if final.exists():
@@ -111,9 +127,17 @@ def publish(partial: Path, final: Path) -> None:
         put_back(final.parent)
         raise
     flush_entries(final.parent)
-    replace_file(final.parent / LATEST_FILE, f"{final.name}\n".encode())
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    undone = []
+    try:
+        replace_file(final.parent / LATEST_FILE, f"{final.name}\n".encode())
+    except OSError as error:
+        undone.append(f"{final.parent / LATEST_FILE} could not be made to name it: {error.strerror}")
+    try:
+        if replaced.exists():
+            shutil.rmtree(replaced)
+    except OSError as error:
+        undone.append(f"{replaced}, which it replaces, could not be removed: {error.strerror}; remove it by hand")
+    return undone
 
 
 def put_back(folder: Path) -> None:

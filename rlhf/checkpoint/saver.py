@@ -227,7 +227,8 @@ class Saver:
         records = {file.name: FileRecord(file.size, file.checksum) for file in files}
         write_file_whole(partial, MANIFEST_FILE, Manifest(step, self._count, records, state).render())
         flush_folder(partial)
-        publish(partial, self._folder / step_name(step))
+        for undone in publish(partial, self._folder / step_name(step)):
+            self._note(f"checkpoint of step {step} is whole, but {undone}")
 
     def _failed(self, step: int, fault: str | None) -> None:
         if self._number == 0:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch.distributed import ProcessGroup
 
-from rlhf.checkpoint.folder import newest_whole, saved
+from rlhf.checkpoint.folder import newest_whole, saved, settle
 from rlhf.checkpoint.whole import find_damage
 from rlhf.config.checkpoint import AUTO, NEVER
 from rlhf.dist.agree import first_does
@@ -24,6 +24,24 @@ class ResumePoint:
     """Of the run that saved it."""
     is_own: bool
     """It lies in the run's own folder, whose records go on; else the run has begun elsewhere."""
+
+    def settle(self, *, note: Callable[[str], None]) -> None:
+        """Let nothing of the run's own folder come after it. One process calls it, before the run goes on.
+
+        Raises:
+            CheckpointError: The folder cannot be written to.
+        """
+        if not self.is_own:
+            return
+        try:
+            left = settle(self.folder.parent, self.record.step)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint.resume: {error.filename or self.folder.parent}: {error.strerror}; needs a folder of "
+                "checkpoints that can be written to; mend it, or go on elsewhere with name=NAME"
+            ) from error
+        for path in left:
+            note(f"checkpoint of a later step, not whole, is now {path}; remove it once nobody needs it")
 
 
 def find_resume(

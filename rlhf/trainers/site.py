@@ -74,13 +74,10 @@ def open_site(config: RunConfig, ranks: Ranks, models: Mapping[str, ModelSpec]) 
         data=first_does(lambda: _data_record(config), everyone),
         models=models,
     )
-    resume = find_resume(
-        config.checkpoint.resume,
-        record,
-        run_folder=ranks.run_folder,
-        group=everyone,
-        note=display.note if display is not None else lambda _: None,
-    )
+    say = display.note if display is not None else lambda _: None
+    resume = find_resume(config.checkpoint.resume, record, run_folder=ranks.run_folder, group=everyone, note=say)
+    if resume is not None:
+        first_does(lambda: resume.settle(note=say), everyone)
     resume_step = resume.record.step if resume is not None and resume.is_own else None
     desk = _desk(config, display, ranks, resume_step=resume_step) if display is not None else None
     timers = Timers(on_enter=on_enter)

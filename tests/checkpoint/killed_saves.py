@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rlhf.checkpoint.folder import latest, newest_whole, saved, step_of
+from rlhf.checkpoint.folder import latest, newest_whole, saved, step_name, step_of
 from rlhf.checkpoint.load import check_state, load
 from rlhf.checkpoint.saver import Content, Saver
 from tests.checkpoint.stored_blocks import tensors, uneven_shares, wholes
@@ -102,6 +102,7 @@ def after_a_kill(folder: Path, steps: tuple[int, ...]) -> int:
     named = latest(folder)
     assert named is not None
     assert named.is_dir()
+    assert found == max(step_of(path) for path in saved(folder))  # whatever `latest` says
     assert {step_of(path) for path in saved(folder)} >= {steps[-2]} - ({steps[-1]} if steps[-1] == steps[-2] else set())
     return found
 
@@ -121,6 +122,7 @@ def every_point(folder: Path, num_ranks: int, steps: tuple[int, ...], *, asynchr
     before.mkdir(parents=True)
     save_steps(before, 0, 1, steps[:-1], asynchronous=False)
     outcomes = {step: 0 for step in steps[-2:]}
+    ahead_of_latest = 0
     for victim in range(num_ranks):
         number, finished = 1, False
         while not finished:
@@ -129,13 +131,16 @@ def every_point(folder: Path, num_ranks: int, steps: tuple[int, ...], *, asynchr
             statuses = trial(run, num_ranks, steps[-1], victim, number, asynchronous=asynchronous)
             finished = statuses[victim] == 0
             assert finished or statuses[victim] == -signal.SIGKILL, statuses
-            outcomes[after_a_kill(run, steps)] += 1
+            found = after_a_kill(run, steps)
+            outcomes[found] += 1
+            ahead_of_latest += latest(run) != run / step_name(found)
             save_steps(run, 0, 1, (steps[-1] + 1,), asynchronous=False)
             assert loadable(run, []) == steps[-1] + 1
             assert not [path for path in run.iterdir() if path.name.startswith(".")], sorted(run.iterdir())
             shutil.rmtree(run)
             number += every
-    return f"{folder.name}: {outcomes}"
+    assert ahead_of_latest or steps[-1] == steps[-2], "no kill between a checkpoint's name and `latest`"
+    return f"{folder.name}: {outcomes}, {ahead_of_latest} of them before `latest` was written"
 
 
 def trial(run: Path, num_ranks: int, step: int, victim: int, number: int, *, asynchronous: bool) -> list[int]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhf.checkpoint.folder import newest_whole, saved, step_name
+from rlhf.checkpoint.folder import newest_whole, saved, settle, step_name
 from rlhf.checkpoint.load import check_state, load
 from rlhf.checkpoint.manifest import read_manifest
 from rlhf.checkpoint.saver import Content, Saver
@@ -125,15 +125,28 @@ def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(tmp_path)
 
 
 def test_a_run_that_went_back_goes_on_from_where_it_went_to(tmp_path):
-    """Step 3 is of a past that the run has left; it is found only when nothing else is whole."""
+    """Step 3 is damaged when the run begins at step 2, and can be read again later: it is of a past that was left."""
     three_steps(tmp_path)
-    shutil.rmtree(tmp_path / "step_00000002")
+    manifest, aside = tmp_path / "step_00000003/manifest.json", tmp_path / "manifest.json"
+    manifest.rename(aside)
     notes: list[str] = []
-    saver(tmp_path, notes).save(2, content(2))
     assert newest_whole(tmp_path, group=None, note=notes.append) == tmp_path / "step_00000002"
-    for name in ("step_00000002", "step_00000001"):
-        (tmp_path / name / "manifest.json").unlink()
-    assert newest_whole(tmp_path, group=None, note=notes.append) == tmp_path / "step_00000003"
+    (left,) = settle(tmp_path, 2)
+    assert (tmp_path / "latest").read_text() == "step_00000002\n"
+    assert left.name.startswith("step_00000003.left-")
+    aside.rename(left / "manifest.json")
+    assert newest_whole(tmp_path, group=None, note=notes.append) == tmp_path / "step_00000002"
+    saver(tmp_path, notes).save(3, content(9))
+    assert same(loaded(newest_whole(tmp_path, group=None, note=notes.append)), 9)
+    assert same(loaded(left), 3)
+
+
+def test_a_checkpoint_that_latest_does_not_name_yet_is_taken_and_named(tmp_path):
+    three_steps(tmp_path)
+    (tmp_path / "latest").write_text("step_00000002\n")
+    assert newest_whole(tmp_path, group=None, note=pytest.fail) == tmp_path / "step_00000003"
+    assert settle(tmp_path, 3) == []
+    assert (tmp_path / "latest").read_text() == "step_00000003\n"
 
 
 def test_any_flipped_or_missing_byte_of_any_file_is_found_and_the_one_before_taken(tmp_path):
@@ -220,6 +233,34 @@ def test_a_step_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
     assert one.wait() is None
     assert "checkpoint of step 3 was not saved" in notes[0]
     assert same(loaded(tmp_path / "step_00000003"), 3)
+
+
+def test_what_cannot_be_tidied_after_a_save_is_told_and_costs_no_save(tmp_path, monkeypatch):
+    three_steps(tmp_path)
+    notes: list[str] = []
+    one, unlink, replace = saver(tmp_path, notes), os.unlink, Path.replace
+
+    def refuse(path, *args, dir_fd=None, **kwargs):
+        if path == "manifest.json":
+            raise OSError(errno.EBUSY, "Device or resource busy", path)
+        unlink(path, *args, dir_fd=dir_fd, **kwargs)
+
+    def read_only(self: Path, target: Path) -> Path:
+        raise OSError(errno.EROFS, "Read-only file system", str(self))
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    monkeypatch.setattr(Path, "replace", read_only)
+    one.save(3, content(9))
+    assert one.wait() == tmp_path / "step_00000003"
+    said = [line for line in notes if line.startswith("checkpoint of step 3 is whole, but ")]
+    assert ["latest could not be made to name it: Read-only" in line for line in said] == [True, False]
+    assert "replaced-" in said[1]
+    assert "could not be removed: Device or resource busy" in said[1]
+    assert same(loaded(newest_whole(tmp_path, group=None, note=pytest.fail)), 9)
+    monkeypatch.setattr(os, "unlink", unlink)
+    monkeypatch.setattr(Path, "replace", replace)
+    saver(tmp_path, notes)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 def test_bad_blocks_and_bad_names_cost_that_save_alone(tmp_path):

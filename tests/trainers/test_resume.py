@@ -229,6 +229,8 @@ def _a_damaged_checkpoint_is_left_out(start: Start, whole: dict) -> None:
     said = start.said()
     assert "step_00000004 is damaged" in said
     assert "resume: from step 2 of 6" in said
+    assert "checkpoint of a later step, not whole, is now " in said
+    assert len(list((start.run("bad") / "checkpoints").glob("step_00000004.left-*"))) == 1
     last.run()
     same_end(start, last, "bad", whole)
     for path in (start.run("stop") / "checkpoints").glob("step_*/manifest.json"):
@@ -269,9 +271,17 @@ def _another_run_begins_from_a_checkpoint(start: Start) -> None:
     first = start.loop("branch", *branch)
     assert (first.start.step, first.evaluates_first) == (2, True)
     stop_after(first, start.run("branch"), 3)
-    assert [line["step"] for line in metrics(start.run("branch"))] == [0, 3]
+    assert [line["step"] for line in metrics(start.run("branch"))] == [2, 3]
+    assert {line["step"] for line in lines(start.run("branch") / "samples.jsonl")} == {2, 3}
     second = start.loop("branch", *branch)  # the same command goes on from the run's own
     assert (second.start.step, second.evaluates_first) == (3, False)
+    second.run()
+    summary = json.loads((start.run("branch") / "summary.json").read_text())
+    first_line, third, last = metrics(start.run("branch"))
+    assert (first_line["step"], last["step"]) == (2, 4)
+    assert summary["held_out_before"] == first_line["held_out/solved"]
+    assert summary["held_out_after"] == last["held_out/solved"]
+    assert summary["reward_first"] == third["reward/mean"]
     own = start.run("bad") / "checkpoints"
     with pytest.raises(CheckpointError, match="step_00000004 is this run's own, and step_00000006 is newer"):
         start.loop("bad", f"checkpoint.resume={own}/step_00000004", "num_steps=9")
