@@ -80,8 +80,8 @@ def newest_whole(folder: Path, *, group: ProcessGroup | None, note: Callable[[st
 def settle(folder: Path, step: int) -> list[Path]:
     """Make a whole checkpoint the newest, which a run is about to go on from. One process calls it.
 
-    Those of later steps are not whole. They step aside under other names, so that one that can be read again some day is
-    not taken for the future of what is done from here on; `latest` names the one of `step`.
+    Those of later steps are not whole. They step aside under other names, so that one that can be read again some day
+    is not taken for the future of what is done from here on; `latest` names the one of `step`.
 
     Returns:
         What stepped aside, by the new names.

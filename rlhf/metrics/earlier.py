@@ -9,6 +9,9 @@ from rlhf.metrics.names import HeldOutMetrics
 from rlhf.metrics.run_folder import RunFolder, SampleRecord
 from rlhf.metrics.series import Points, read_metrics
 
+BEFORE = ("held_out/", "clock/")
+"""Begins the names of all that is written down before the first step."""
+
 HELD_OUT = {f.name: f"held_out/{f.name}" for f in fields(HeldOutMetrics)}
 
 
@@ -29,7 +32,7 @@ class EarlierPart:
     seconds: float = 0.0
     """Wall-clock seconds that they took, as in the metric clock/seconds."""
     rewards: tuple[float, ...] = ()
-    """Mean reward of each step from the first; NaN where none is known. Empty where no step has one, as losses."""
+    """Mean reward of each step of the record; NaN where none is known. Empty where none has any, as losses."""
     losses: tuple[float, ...] = ()
     """Loss of each step of fine-tuning."""
     before: HeldOutRecord | None = None
@@ -44,19 +47,20 @@ class EarlierPart:
             return EarlierPart()
         metrics = read_metrics(folder.metrics) if folder.metrics.exists() else {}
         evaluations, seconds = _evaluations(metrics), dict(metrics.get("clock/seconds", ()))
-        last = max(evaluations, default=0)
+        begun = _begun(metrics)
+        last = max(evaluations, default=begun)
         samples = _held_out_samples(folder)
         found = {
             step: HeldOutRecord(evaluations[step], tuple(sample for sample in samples if sample.step == step))
-            for step in evaluations.keys() & {0, last}
+            for step in evaluations.keys() & {begun, last}
         }
         return EarlierPart(
             steps=last_step,
             seconds=seconds[max(seconds)] if seconds else 0.0,
-            rewards=_by_step(metrics.get("reward/mean", ()), last_step),
-            losses=_by_step(metrics.get("sft/loss", ()), last_step),
-            before=found.get(0),
-            after=found[last] if last else None,
+            rewards=_by_step(metrics.get("reward/mean", ()), begun, last_step),
+            losses=_by_step(metrics.get("sft/loss", ()), begun, last_step),
+            before=found.get(begun),
+            after=found[last] if last > begun else None,
         )
 
 
@@ -67,9 +71,20 @@ def _evaluations(metrics: Mapping[str, Points]) -> dict[int, HeldOutMetrics]:
     return {step: HeldOutMetrics(**{name: column[step] for name, column in columns.items()}) for step in steps}
 
 
-def _by_step(points: Points, last_step: int) -> tuple[float, ...]:
+def _begun(metrics: Mapping[str, Points]) -> int:
+    """The step after which the record begins: 0, or that of another run's checkpoint."""
+    names: dict[int, set[str]] = {}
+    for name, points in metrics.items():
+        for step, _ in points:
+            names.setdefault(step, set()).add(name)
+    first = min(names, default=0)
+    is_before = all(name.startswith(BEFORE) for name in names.get(first, ()))
+    return first if is_before or first == 0 else first - 1
+
+
+def _by_step(points: Points, begun: int, last_step: int) -> tuple[float, ...]:
     of_step = dict(points)
-    return tuple(of_step.get(step, math.nan) for step in range(1, last_step + 1)) if of_step else ()
+    return tuple(of_step.get(step, math.nan) for step in range(begun + 1, last_step + 1)) if of_step else ()
 
 
 def _held_out_samples(folder: RunFolder) -> list[SampleRecord]:

@@ -68,7 +68,7 @@ class PPOLoop:
         """All steps, with an evaluation before the first and after the last. A stop request ends it between two."""
         state, last = self.start, self.config.num_steps
         with self.checkpoints, closing(self.engine) if self.engine else nullcontext(), self.reporter, self.sample_dump:
-            self.reporter.started(self._evaluate(state) if self.evaluates_first else None)
+            self.reporter.started(self._evaluate(state) if self.evaluates_first else None, step=state.step)
             while state.step < last and not self.reporter.stop_agreed():
                 began = state
                 with self.profiler.step(began.step + 1), self.timers.phase("step"):

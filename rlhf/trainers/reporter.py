@@ -89,15 +89,18 @@ class Reporter:
         """True on all ranks when a stop was requested."""
         return self._stop.agreed(self._group)
 
-    def started(self, held_out: EvaluationResult | None) -> None:
-        """Report the state before the first step; None when it was not evaluated, or by an earlier start of the run."""
+    def started(self, held_out: EvaluationResult | None, *, step: int) -> None:
+        """Report the state before the first step; None when it was not evaluated, or by an earlier start of the run.
+
+        `step`: 0, or that of another run's checkpoint, from which this one begins.
+        """
         self._timers.drain()
         if held_out is None:
             return
         self._before = held_out
         if self._desk is not None:
             metrics = StepMetrics(clock=self._clock(), held_out=_held_out(held_out))
-            self._desk.sinks.write(0, metrics.flatten())
+            self._desk.sinks.write(step, metrics.flatten())
             self._desk.folder.add_samples(list(held_out.samples))
 
     def step_done(

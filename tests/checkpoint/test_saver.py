@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import shutil
 import subprocess
 import sys
 import threading

@@ -68,3 +68,23 @@ def test_records_that_are_gone_or_of_another_form_are_left_out(tmp_path):
     found = EarlierPart.read(folder, 3)
     assert [math.isnan(reward) for reward in found.rewards] == [True, False, True]
     assert (found.before, found.after) == (HeldOutRecord(_held_out(0.5), ()), None)
+
+
+def test_a_run_that_began_from_another_ones_checkpoint_counts_from_there(tmp_path):
+    folder = RunFolder.create(tmp_path / "one", "")
+    step = {"time/step": 1.0, "rate/tokens": 1.0}
+    _write(
+        folder,
+        {
+            5: StepMetrics(clock=ClockMetrics(seconds=1.5), held_out=_held_out(0.25)).flatten(),
+            6: {"reward/mean": 0.6, **step},
+            7: {"reward/mean": 0.7, **step, **StepMetrics(held_out=_held_out(0.5)).flatten()},
+        },
+    )
+    found = EarlierPart.read(folder, 7)
+    assert found.rewards == (0.6, 0.7)
+    assert (found.before.metrics, found.after.metrics) == (_held_out(0.25), _held_out(0.5))
+    folder.metrics.unlink()
+    _write(folder, {6: {"reward/mean": 0.6, **step, **StepMetrics(held_out=_held_out(0.5)).flatten()}})
+    found = EarlierPart.read(folder, 6)
+    assert (found.rewards, found.before, found.after.metrics) == ((0.6,), None, _held_out(0.5))

@@ -76,7 +76,7 @@ def _run(path, group, *, resume_step, steps, evaluations, killed=False):
     reporter = Reporter(config, rank=0, group=group, timers=timers, stop=StopRequest(path), scorer=None, desk=desk)
     state = DriverState(seed=1, kl_coef=0.1)
     with pytest.raises(KilledError) if killed else reporter:
-        reporter.started(evaluations.get(0))
+        reporter.started(evaluations.get(0), step=0)
         for step in steps:
             with timers.phase("step"), timers.phase("rollout/generate"):
                 pass
