@@ -13,6 +13,7 @@ from rlhf.data.batch import PromptBatch, Rollout
 from rlhf.families.spec import ModelSpec
 from rlhf.reshard.layout import ModelLayout
 from rlhf.reshard.windows import WindowSink
+from rlhf.rollout.performance import PerformanceMonitor
 
 ProgressFn = Callable[[int, int], None]
 """Called as (responses finished, responses asked for) again and again while an engine works, on each of its ranks; as
@@ -90,6 +91,7 @@ class EngineFactory(Protocol):
         eos_token_ids: tuple[int, ...],
         on_progress: ProgressFn | None = None,
         log_folder: Path | None = None,
+        performance: PerformanceMonitor | None = None,
     ) -> RolloutEngine:
         """Args beyond the config.
 
@@ -97,6 +99,8 @@ class EngineFactory(Protocol):
         cpu_group: the same ranks, for tensors in host memory (gloo).
         eos_token_ids: the model's own end-of-sequence tokens; they end a response like `stop_token_ids` do.
         log_folder: where an engine with processes of its own writes their logs.
+        performance: told on the engine's leader when each row was handed in, began, had its first token and ended, by
+            sample id; None: nobody asks.
         """
         ...
 

@@ -22,6 +22,7 @@ from rlhf.rollout.native.model import NativeModel
 from rlhf.rollout.native.peers import Peers
 from rlhf.rollout.native.responses import Responses
 from rlhf.rollout.native.scheduler import Row
+from rlhf.rollout.performance import PerformanceMonitor
 from rlhf.rollout.seeds import sample_seed
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -43,6 +44,7 @@ class NativeEngine:
         eos_token_ids: tuple[int, ...],
         on_progress: ProgressFn | None = None,
         log_folder: Path | None = None,
+        performance: PerformanceMonitor | None = None,
     ) -> None:
         self._spec, self._config, self._run_seed = spec, config, run_seed
         self._eos_token_ids = eos_token_ids
@@ -51,6 +53,7 @@ class NativeEngine:
             raise EngineError(f"native engine: tp_group has {self._peers.size} ranks, but rollout.tp = {config.tp}")
         self._model = NativeModel(spec, self._peers, dtype=dtype, device=device)
         self._on_progress = on_progress
+        self._performance = performance
         self._policy_version = 0
         self._rows: list[tuple[SamplingConfig, Row]] = []
         self._prompts: list[PromptBatch] = []

@@ -20,11 +20,12 @@ from rlhf.families.spec import ModelSpec
 from rlhf.reshard.layout import ModelLayout
 from rlhf.rollout.admission import check_fits, check_vocabulary
 from rlhf.rollout.engine import ProgressFn
+from rlhf.rollout.performance import PerformanceMonitor
 from rlhf.rollout.seeds import sample_seed
 from rlhf.rollout.sglang.layout import Sizes, sglang_layout
 from rlhf.rollout.sglang.meeting import environment_on_one_host
 from rlhf.rollout.sglang.process import HostPort, HostProcess
-from rlhf.rollout.sglang.responses import rollout_of
+from rlhf.rollout.sglang.responses import report_times, rollout_of
 from rlhf.rollout.sglang.server_args import ENVIRONMENT, NO_VERSION, Place, cpu_environment, sampling_args, server_args
 from rlhf.rollout.sglang.sink import SchedulerSink
 from rlhf.rollout.sglang.team import Team
@@ -66,9 +67,11 @@ class SGLangEngine:
         eos_token_ids: tuple[int, ...],
         on_progress: ProgressFn | None = None,
         log_folder: Path | None = None,
+        performance: PerformanceMonitor | None = None,
     ) -> None:
         self._spec, self._config, self._run_seed, self._dtype = spec, config, run_seed, dtype
         self._eos_token_ids, self._on_progress = eos_token_ids, on_progress
+        self._performance = performance
         self._team = Team(cpu_group)
         if self._team.size != config.tp:
             raise EngineError(f"{WHERE}: cpu_group has {self._team.size} ranks, but rollout.tp = {config.tp}")
@@ -219,6 +222,8 @@ class SGLangEngine:
         responses: list[Response] = self._alive.call("generate", rows, sampling, on_progress=self._on_progress)
         if self._on_progress is not None:
             self._on_progress(len(rows), len(rows))
+        if self._performance is not None:
+            report_times(self._performance, prompts, responses)
         wanted = [one["max_new_tokens"] for one in sampling]
         return rollout_of(prompts, responses, max_new_tokens=wanted, version=self._version)
 

@@ -9,9 +9,11 @@ import os
 import pickle
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from math import nan
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,6 +27,7 @@ from rlhf.rollout.sglang.wire import (
     Reply,
     Request,
     Response,
+    Times,
     take_outcomes,
 )
 
@@ -87,6 +90,7 @@ class Host:
         self._engine, self._tokenizer = engine, engine.tokenizer_manager
         self._channel, self._tp_size, self._cpu = channel, tp_size, cpu
         self._updating = False
+        self._clocks = Clocks(engine.tokenizer_manager)
         self._verbs: dict[str, Callable[..., Awaitable[Any]]] = {
             "begin_update": self._begin_update,
             "load_window": self._load_window,
@@ -153,6 +157,7 @@ class Host:
     async def _one(self, prompt: list[int], sampling: dict[str, Any]) -> Response:
         from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: PLC0415
 
+        received = time.monotonic()
         asked = GenerateReqInput(input_ids=prompt, sampling_params=sampling, return_logprob=True, stream=False)
         meta = [answer["meta_info"] async for answer in self._tokenizer.generate_request(asked, None)][-1]
         scored = meta.get("output_token_logprobs") or []  # none of what was aborted before it began
@@ -162,6 +167,8 @@ class Host:
             logprobs=tuple(logprob for logprob, _, _ in scored),
             reason=meta["finish_reason"]["type"],
             versions=tuple((span["version"], span["end"] - span["start"]) for span in spans),
+            cached_tokens=meta.get("cached_tokens", 0),
+            times=self._clocks.times_of(meta["id"], received),
         )
 
     async def _abort(self) -> None:
@@ -243,6 +250,27 @@ class Host:
 
         if not self._cpu:
             await self._tokenizer.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=list(tags)), None)
+
+
+class Clocks:
+    """When the scheduler began requests and they had their first tokens: SGLang looks once, at a first output."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._seen: dict[str, tuple[float, float]] = {}
+        self._look = tokenizer._get_scheduler_first_token_time
+        tokenizer._get_scheduler_first_token_time = self._hear
+
+    def times_of(self, name: str, received: float) -> Times:
+        """Of a request that has just ended, by SGLang's name of it; they are forgotten."""
+        begun, first_token = self._seen.pop(name, (nan, nan))
+        return Times(received, begun, first_token, time.monotonic())
+
+    def _hear(self, state: Any, output: Any, at: int) -> float | None:
+        if output.time_stats is not None:
+            told = output.time_stats[at]  # times are 0 before their time
+            self._seen[output.rids[at]] = (told.forward_entry_time or nan, told.prefill_finished_time or nan)
+        found: float | None = self._look(state, output, at)
+        return found
 
 
 def _demand(said: tuple[bool, str]) -> None:

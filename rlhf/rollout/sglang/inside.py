@@ -55,9 +55,26 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     from sglang.srt.managers import scheduler  # noqa: PLC0415
 
     setattr(scheduler.Scheduler, RPC, _run_by_rpc)
+    _tell_times()
     # Its load, for routers: a file in /dev/shm that a killed process would leave behind.
     scheduler.create_load_snapshot_writer = lambda *_, **__: None
     scheduler.run_scheduler_process(*args, **kwargs)
+
+
+def _tell_times() -> None:
+    """Have the scheduler send along when it began a request and when that had its first token.
+
+    SGLang notes both for every request, and tells them only together with all that it counts for Prometheus.
+    """
+    from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats  # noqa: PLC0415
+
+    told = SchedulerReqTimeStats.__getstate__
+
+    def tells(times: Any) -> object:
+        times.has_timing_data = True
+        return told(times)
+
+    SchedulerReqTimeStats.__getstate__ = tells
 
 
 def run_detokenizer(*args: Any, **kwargs: Any) -> None:

@@ -1,12 +1,14 @@
 """SGLang's answers as a `Rollout`, after a look at what they say of themselves."""
 
 from collections.abc import Sequence
+from math import isfinite
 
 import torch
 
 from rlhf.data.batch import FinishReason, PromptBatch, Provenance, Rollout
 from rlhf.data.ragged import Ragged
 from rlhf.errors import EngineError
+from rlhf.rollout.performance import PerformanceMonitor
 from rlhf.rollout.sglang.wire import Response
 
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
@@ -40,6 +42,29 @@ def rollout_of(
         provenance=Ragged(torch.full((count,), Provenance.SAMPLED, dtype=torch.uint8), lengths),
         policy_versions=Ragged(torch.full((count,), int(version), dtype=torch.int32), lengths),
     )
+
+
+def report_times(monitor: PerformanceMonitor, prompts: PromptBatch, responses: Sequence[Response]) -> None:
+    """Tell the monitor of rows that have ended, as SGLang tells it, by its own clock.
+
+    A row that was never begun with (aborted in the queue) has waited until its end.
+    """
+    rows = zip(prompts.sample_ids.tolist(), prompts.tokens.lengths.tolist(), responses, strict=True)
+    for sample_id, prompt_tokens, one in rows:
+        times = one.times
+        if isfinite(times.received):
+            monitor.submitted([sample_id], at=times.received)
+        if isfinite(times.begun):
+            monitor.begun([sample_id], at=times.begun)
+        if isfinite(times.first_token) and one.tokens:
+            monitor.first_token([sample_id], at=times.first_token)
+        monitor.ended(
+            sample_id,
+            prompt_tokens=prompt_tokens,
+            response_tokens=len(one.tokens),
+            cached_tokens=one.cached_tokens,
+            at=times.ended if isfinite(times.ended) else None,
+        )
 
 
 def _check(sample_id: int, response: Response, max_new_tokens: int, version: str) -> None:

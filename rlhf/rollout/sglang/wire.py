@@ -6,6 +6,7 @@ Imports nothing of the project but its errors: the host may run in another envir
 import pickle
 import tempfile
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -64,6 +65,19 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
+class Times:
+    """When things happened to a request, in seconds of CLOCK_MONOTONIC, one clock for all processes of a host."""
+
+    received: float = nan
+    """By the host; NaN, as below: not known."""
+    begun: float = nan
+    """Its scheduler took it out of the queue."""
+    first_token: float = nan
+    ended: float = nan
+    """The host had its whole answer."""
+
+
+@dataclass(frozen=True, slots=True)
 class Response:
     """One answer of the engine."""
 
@@ -73,6 +87,9 @@ class Response:
     """stop, length or abort."""
     versions: tuple[tuple[str, int], ...]
     """(weight version, how many tokens in a row it made)."""
+    cached_tokens: int = 0
+    """Of the prompt, that were in the prefix cache."""
+    times: Times = Times()
 
 
 @dataclass(frozen=True, slots=True)

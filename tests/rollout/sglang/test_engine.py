@@ -12,6 +12,7 @@ import torch
 from rlhf.config.rollout import SamplingConfig
 from rlhf.data.batch import FinishReason, Provenance
 from rlhf.errors import EngineError
+from rlhf.rollout.performance import PerformanceMonitor
 from tests.rollout.sglang.errands import Fails, Shapes
 from tests.rollout.sglang.listeners import check_private
 from tests.rollout.sglang.tiny import load, make_engine, needs_sglang
@@ -49,6 +50,7 @@ def engine(model, progress, tmp_path_factory):
         eos_token_ids=(EOS,),
         max_running=5,
         on_progress=lambda done, total: progress.append((done, total)),
+        performance=PerformanceMonitor(),
     )
     try:
         with pytest.raises(EngineError, match="no weights yet"):
@@ -150,6 +152,23 @@ def test_progress_rises_to_the_number_of_rows(engine, progress):
     engine.generate(prompts(), GREEDY)
     assert progress[-1] == (6, 6)
     assert [done for done, _ in progress] == sorted(done for done, _ in progress)
+
+
+def test_rows_are_timed_by_sglang_and_found_prefixes_are_counted(engine):
+    monitor, batch = engine._performance, prompts((60,), samples=10, seed=99)
+    with monitor.measuring():
+        engine.generate(batch, GREEDY)
+    seen = monitor.window()
+    assert len(seen.latency_s) == 10
+    assert (seen.queue_s <= seen.first_token_s).all()
+    assert (seen.first_token_s < seen.latency_s).all()
+    assert sorted(seen.latency_s)[-1] <= seen.seconds
+    assert sorted(seen.queue_s)[-1] > sorted(seen.first_token_s)[0]  # 5 run at a time, so the last ones wait for others
+    assert 0 < seen.decode_s < seen.busy_s <= seen.seconds
+    assert seen.response_tokens >= 10
+    assert (
+        5 * 59 <= seen.cached_tokens <= 9 * 59
+    )  # at least the second half finds the prompt; its last token is computed
 
 
 def test_an_asleep_engine_refuses_and_wakes_with_the_same_answers(engine):
