@@ -16,7 +16,11 @@ the tensor's name. A vector is a row; of more than two dims, the earlier ones gi
   elements at the corners of a rectangle, two that go up and two that go down by exactly the same.
 - Nothing that somebody makes on purpose: the numbers are known.
 
-The form is chosen for the speed of a CPU, where a verified sync should cost little more than reading: sums of 64-bit
+The short form leaves the z >> 32 out, which halves the time. It still finds each change of one element, and of one bit,
+always: A + B is odd. Of other changes the chance to miss is 2^-(63 - t) too, but where all of them are to the last of
+two elements in a number (of four) t is 32 (48) more: two signs that flip there are missed. Samples are compared by it.
+
+The forms are chosen for the speed of a CPU, where a verified sync should cost little more than reading: sums of 64-bit
 numbers along rows and along columns run at the rate of memory, and what is multiplied is one number a row and one a
 place. A factor of its own for each element, which would also tell rectangles, takes twice as long (torch has no vectors
 of 64-bit products on CPUs); two sums of 32 bits would leave signs a chance of one in four.
@@ -27,7 +31,8 @@ Knows no plan and no process group, and needs torch alone, so that an engine's p
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
-from itertools import product
+from itertools import accumulate, pairwise, product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,7 +64,7 @@ Weighted = tuple[int, Box, Tensor]
 """How often it counts, a box, and the elements there. See `twice` for what is held twice."""
 
 
-def sums_in(places: Sequence[Place], held: Callable[[str], Iterable[Weighted]]) -> list[int]:
+def sums_in(places: Sequence[Place], held: Callable[[str], Iterable[Weighted]], *, brief: bool = False) -> list[int]:
     """Checksum of all that is held inside each place, signed 64-bit numbers; 0 where nothing is.
 
     Local. `held` gives all blocks of a tensor that a rank or process holds, cut in any way: once each, and `twice` for
@@ -71,7 +76,8 @@ def sums_in(places: Sequence[Place], held: Callable[[str], Iterable[Weighted]]) 
             common = box.intersect(there)
             if common is not None:
                 blocks.append((at, times, (tensor, common, elements[inside(there, common).slices])))
-    for (at, times, _), number in zip(blocks, checksums([block for *_, block in blocks]), strict=True):
+    numbers = checksums([block for *_, block in blocks], brief=brief)
+    for (at, times, _), number in zip(blocks, numbers, strict=True):
         found[at] = wrapped(found[at] + times * number)
     return found
 
@@ -84,17 +90,16 @@ def twice(box: Box, first: Tensor, second: Tensor) -> tuple[Weighted, Weighted]:
     return (-2, box, first), (1, box, second)
 
 
-def checksums(blocks: Sequence[Block]) -> list[int]:
+def checksums(blocks: Sequence[Block], *, brief: bool = False) -> list[int]:
     """Checksum of each block, signed 64-bit numbers; waits for their device once.
 
-    Elements may be of any dtype and strides, all on one device; each is read once.
+    Elements may be of any dtype and strides, all on one device; each is read once. `brief` asks for the short form.
     """
     if not blocks:
         return []
-    room = _room(blocks[0][2].device)
-    tiles = [(at, *tile) for at, (_, box, block) in enumerate(blocks) for tile in _nameless(box, block, room)]
+    tiles = [(at, *tile) for at, (_, box, block) in enumerate(blocks) for tile in _cut(box, block)]
     sums = [0] * len(blocks)
-    for (at, factor, _), number in zip(tiles, torch.stack([total for *_, total in tiles]).tolist(), strict=True):
+    for (at, factor, _), number in zip(tiles, _sums([tile for *_, tile in tiles], brief=brief), strict=True):
         sums[at] += factor * number
     return [wrapped(total * _name_number(tensor)) for (tensor, _, _), total in zip(blocks, sums, strict=True)]
 
@@ -104,9 +109,9 @@ def wrapped(total: int) -> int:
     return (total + 2**63) % 2**64 - 2**63
 
 
-def checksum(tensor: str, box: Box, block: Tensor) -> int:
+def checksum(tensor: str, box: Box, block: Tensor, *, brief: bool = False) -> int:
     """Checksum of one block: elements of the box's shape, at its place in the logical tensor of that name."""
-    return checksums([(tensor, box, block)])[0]
+    return checksums([(tensor, box, block)], brief=brief)[0]
 
 
 def inside(box: Box, part: Box) -> Box:
@@ -114,21 +119,30 @@ def inside(box: Box, part: Box) -> Box:
     return part.shift(tuple(-start for start, _ in box.spans))
 
 
-def _room(device: torch.device) -> Tensor:
-    """Memory for what is shifted: fresh memory for each tile would take longer than all sums."""
-    return torch.empty(TILE_NUMBERS.get(device.type, DEVICE_TILE_NUMBERS), dtype=torch.int64, device=device)
+class _Tile(NamedTuple):
+    """A part of a block that fits into a cache."""
+
+    z: Tensor
+    """int64 [R, P], its numbers."""
+    row: int
+    """Of the first number, in the logical tensor."""
+    place: int
+    """Of the first number in its row."""
 
 
-def _nameless(box: Box, block: Tensor, room: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(factor, sum) of each tile of a block, without its tensor's factor; int64 []."""
+def _cut(box: Box, block: Tensor) -> Iterator[tuple[int, _Tile]]:
+    """The tiles of a block, each with the factor of its dims before the last two."""
     assert tuple(block.shape) == box.shape, f"reshard: block {tuple(block.shape)} for box {box.spans}"
     if len(box.spans) == 1:
         box, block = Box(((0, 1), *box.spans)), block[None]
+    most = TILE_NUMBERS.get(block.device.type, DEVICE_TILE_NUMBERS)
     for factor, plane, spans in _planes(box, block):
         (top, _), (left, _) = spans
-        for rows, columns in _tiles(spans, 8 // block.dtype.itemsize, len(room)):
-            part = plane[rows[0] - top : rows[1] - top, columns[0] - left : columns[1] - left]
-            yield factor, _sum(*_numbers(part, columns), rows[0], room)
+        for rows, columns in _tiles(spans, 8 // block.dtype.itemsize, most):
+            is_all = (rows, columns) == spans
+            part = plane if is_all else plane[rows[0] - top : rows[1] - top, columns[0] - left : columns[1] - left]
+            z, place = _numbers(part, columns)
+            yield factor, _Tile(z, rows[0], place)
 
 
 def _planes(box: Box, block: Tensor) -> Iterator[tuple[int, Tensor, tuple[Span, Span]]]:
@@ -165,24 +179,33 @@ def _numbers(part: Tensor, columns: Span) -> tuple[Tensor, int]:
     return padded.view(torch.int64), first
 
 
-def _sum(z: Tensor, place: int, row: int, room: Tensor) -> Tensor:
-    # Few calls, since blocks of a sample are so small that calls take as long as the sums.
-    rows, places = z.shape
-    upper = torch.bitwise_right_shift(z, 32, out=room[: z.numel()].view(rows, places))
-    sums = torch.empty(2 * (rows + places), dtype=torch.int64, device=z.device)
-    of_rows, of_places, upper_of_rows, upper_of_places = sums.split([rows, places, rows, places])
-    torch.sum(z, 1, out=of_rows)
-    torch.sum(z, 0, out=of_places)
-    torch.sum(upper, 1, out=upper_of_rows)
-    torch.sum(upper, 0, out=upper_of_places)
-    return sums.mul_(_factors(row, rows, place, places, z.device)).sum()
+def _sums(tiles: Sequence[_Tile], *, brief: bool) -> list[int]:
+    """Of each tile, without its factors."""
+    # Few calls, since blocks of a sample are so small that calls take as long as the sums: all products are one, and
+    # the sum of a tile's, modulo 2^64, is a difference of running sums.
+    device, halves = tiles[0].z.device, 1 if brief else 2
+    ends = list(accumulate(halves * sum(tile.z.shape) for tile in tiles))
+    sums = torch.empty(ends[-1], dtype=torch.int64, device=device)
+    # For what is shifted: fresh memory for each tile would take longer than all sums.
+    room = None if brief else torch.empty(max(tile.z.numel() for tile in tiles), dtype=torch.int64, device=device)
+    at = 0
+    for z, _, _ in tiles:
+        rows, places = z.shape
+        halved = [z] if room is None else [z, torch.bitwise_right_shift(z, 32, out=room[: z.numel()].view(z.shape))]
+        for numbers in halved:
+            torch.sum(numbers, 1, out=sums[at : at + rows])
+            torch.sum(numbers, 0, out=sums[at + rows : at + rows + places])
+            at += rows + places
+    factors = [_factors(row, z.shape[0], place, z.shape[1], device, halves) for z, row, place in tiles]
+    running = sums.mul_(torch.cat(factors)).cumsum_(0)[torch.tensor(ends, device=device) - 1].tolist()
+    return [total - before for before, total in pairwise([0, *running])]
 
 
 @lru_cache(maxsize=1024)
-def _factors(row: int, rows: int, place: int, places: int, device: torch.device) -> Tensor:
-    """A, B, C and D of a tile, one after the other. Kept: layers are alike; one takes a hundredth of its tile."""
+def _factors(row: int, rows: int, place: int, places: int, device: torch.device, halves: int) -> Tensor:
+    """A and B of a tile, then C and D if asked. Kept: layers are alike; one takes a hundredth of its tile."""
     of_rows, of_places = _hashes(_ROW, row, row + rows, device), _hashes(_PLACE, place, place + places, device)
-    return torch.cat([of_rows[0], of_places[0], of_rows[1], of_places[1]])
+    return torch.cat([of[half] for half in range(halves) for of in (of_rows, of_places)])
 
 
 def _hashes(role: int, start: int, stop: int, device: torch.device) -> Tensor:

@@ -27,7 +27,7 @@ class Endpoint(Protocol):
     def into(self, route: Route, src: LocalParams, device: torch.device) -> Destination:
         """What takes the blocks."""
 
-    def sums(self, places: Sequence[Place]) -> Sequence[int]:
+    def sums(self, places: Sequence[Place], *, brief: bool) -> Sequence[int]:
         """Checksum of what the rank holds inside each place, after the transfer; see `sums_in`."""
 
     def end(self) -> None:
@@ -50,9 +50,9 @@ class InPlace:
         """See `Endpoint.into`."""
         return Params(route.part, src, self._params, device)
 
-    def sums(self, places: Sequence[Place]) -> Sequence[int]:
+    def sums(self, places: Sequence[Place], *, brief: bool) -> Sequence[int]:
         """See `Endpoint.sums`."""
-        return sums_in(places, self._blocks)
+        return sums_in(places, self._blocks, brief=brief)
 
     def _blocks(self, tensor: str) -> Iterator[Weighted]:
         yield from ((1, one.box, self._params.view_in(one, one.box)) for one in self._held[tensor])

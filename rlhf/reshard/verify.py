@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 from math import prod
+from typing import Protocol
 
 from rlhf.reshard.checksum import Place, checksums, wrapped
 from rlhf.reshard.execute import LocalParams
@@ -32,8 +33,12 @@ class Sums:
     """For each rank of the destination's pool, given minus held: added up over all ranks, 0 where both are equal."""
 
 
-HeldFn = Callable[[Sequence[Place]], Sequence[int]]
-"""Checksum of what this rank holds inside each place, taken by whoever has its destination parameters."""
+class HeldFn(Protocol):
+    """Whoever has a rank's destination parameters."""
+
+    def __call__(self, places: Sequence[Place], *, brief: bool) -> Sequence[int]:
+        """Checksum of what the rank holds inside each place, in the short form or not."""
+
 
 CUTS = 256
 """Blocks into which one that differs is cut, at most: three rounds find one element of a million, four of a billion."""
@@ -90,13 +95,13 @@ class Comparison:
 
     def sums(self, src: LocalParams, held: HeldFn, turn: Turn) -> Sums:
         """Read what the turn checks on this rank. Local."""
-        giving, holding = self._parts_of(turn)
+        (giving, holding), brief = self._parts_of(turn), turn.slices > 1
         given: dict[int, dict[str, int]] = {}
-        for (place, ranks), number in zip(giving, _sums(src, [place for place, _ in giving]), strict=True):
+        for (place, ranks), number in zip(giving, _sums(src, [place for place, _ in giving], brief=brief), strict=True):
             for rank in ranks:
                 _add(given.setdefault(rank, {}), place[0], number)
         mine: dict[str, int] = {}
-        for (tensor, _), number in zip(holding, held(holding), strict=True):
+        for (tensor, _), number in zip(holding, held(holding, brief=brief), strict=True):
             _add(mine, tensor, number)
         own = sum(mine.values())
         totals = (sum(given.get(rank, {}).values()) - self._own(rank, own) for rank in self._plan.dst.ranks)
@@ -142,9 +147,11 @@ class Comparison:
             if (common := box.intersect(there)) is not None
         ]
         given = [0] * len(boxes)
-        for (at, _), number in zip(cut, _sums(src, [place for _, place in cut]), strict=True):
+        for (at, _), number in zip(cut, _sums(src, [place for _, place in cut], brief=False), strict=True):
             given[at] += number
-        mine = list(held([(tensor, box) for box in boxes])) if rank == self._part.rank else [0] * len(boxes)
+        mine = (
+            list(held([(tensor, box) for box in boxes], brief=False)) if rank == self._part.rank else [0] * len(boxes)
+        )
         both = self._reduce([*given, *mine])
         return both[: len(boxes)], both[len(boxes) :]
 
@@ -195,8 +202,8 @@ def grid(box: Box, most: int) -> Iterator[Box]:
     yield from (Box(block) for block in blocks)
 
 
-def _sums(src: LocalParams, places: Sequence[Place]) -> list[int]:
-    return checksums([(*place, src.view(*place)) for place in places])
+def _sums(src: LocalParams, places: Sequence[Place], *, brief: bool) -> list[int]:
+    return checksums([(*place, src.view(*place)) for place in places], brief=brief)
 
 
 def _add(sums: dict[str, int], tensor: str, number: int) -> None:

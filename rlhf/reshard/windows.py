@@ -82,7 +82,7 @@ class WindowSink(Protocol):
     def finish(self) -> None:
         """All windows were handed over; blocks until they are loaded and the other process finds nothing missing."""
 
-    def sums(self, places: Sequence[Place]) -> Sequence[int]:
+    def sums(self, places: Sequence[Place], *, brief: bool) -> Sequence[int]:
         """Checksum of what the rank holds inside each place, taken by the other process; see `sums_in`."""
 
     def end(self) -> None:

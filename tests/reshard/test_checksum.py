@@ -1,6 +1,7 @@
 """Checksums equal a slow reference, add up whatever the cut, and see every change."""
 
 import hashlib
+from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -13,6 +14,7 @@ from rlhf.reshard.checksum import checksum, checksums, sums_in, twice, wrapped
 from rlhf.reshard.layout import Box
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+FORMS = pytest.mark.parametrize("brief", [False, True])
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -45,7 +47,7 @@ def weights_of(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     return a[:, None] + b, c[:, None] + d
 
 
-def slow_checksum(name: str, box: Box, block: torch.Tensor) -> int:
+def slow_checksum(name: str, box: Box, block: torch.Tensor, *, brief: bool = False) -> int:
     """The definition, element by element, with Python's own integers."""
     total, size = 0, block.dtype.itemsize
     for at in product(*(range(start, stop) for start, stop in box.spans)):
@@ -58,7 +60,7 @@ def slow_checksum(name: str, box: Box, block: torch.Tensor) -> int:
         factor = 1
         for dim, index in enumerate(earlier):
             factor *= hashed(4 + 2 * dim, index) | 1
-        total += factor * (of_number * z + of_upper * (z >> 32))
+        total += factor * (of_number * z + (0 if brief else of_upper * (z >> 32)))
     name_number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1
     return signed(total * name_number)
 
@@ -67,13 +69,22 @@ def slow_checksum(name: str, box: Box, block: torch.Tensor) -> int:
 @pytest.mark.parametrize(
     "spans", [((3, 8),), ((0, 4), (5, 12)), ((1, 3), (2, 5), (7, 11)), ((0, 2), (1, 3), (2, 4), (0, 3))]
 )
-def test_equals_the_definition(dtype, spans):
+@FORMS
+def test_equals_the_definition(dtype, spans, brief):
     box = Box(spans)
     block = torch.randn(box.shape, generator=torch.Generator().manual_seed(len(spans))).to(dtype)
-    assert int(checksum("layer.w", box, block)) == slow_checksum("layer.w", box, block)
-    assert int(checksum("layer.w", box, block.transpose(0, -1).contiguous().transpose(0, -1))) == slow_checksum(
-        "layer.w", box, block
-    )
+    right = slow_checksum("layer.w", box, block, brief=brief)
+    assert checksum("layer.w", box, block, brief=brief) == right
+    assert checksum("layer.w", box, block.transpose(0, -1).contiguous().transpose(0, -1), brief=brief) == right
+
+
+def test_many_blocks_at_a_time_are_summed_each_by_itself():
+    blocks = [
+        (name, Box.of((row, row + rows), (2, 2 + columns)), torch.randn(rows, columns))
+        for row, (name, rows, columns) in enumerate(product("vw", (1, 4, 9), (1, 3, 8)))
+    ]
+    for brief in (False, True):
+        assert checksums(blocks, brief=brief) == [slow_checksum(*block, brief=brief) for block in blocks]
 
 
 @st.composite
@@ -100,9 +111,9 @@ def cuts(draw: st.DrawFn, box: Box, depth: int = 4) -> list[Box]:
 def test_blocks_add_up_to_the_whole_whatever_the_cut(shape, dtype, offset, data):
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
     whole = whole_of(tensor).shift((offset,) * len(shape))
-    parts = data.draw(cuts(whole))
+    parts, brief = data.draw(cuts(whole)), data.draw(st.booleans())
     blocks = [("w", part, tensor[module.inside(whole, part).slices]) for part in parts]
-    assert wrapped(sum(checksums(blocks))) == int(checksum("w", whole, tensor))
+    assert wrapped(sum(checksums(blocks, brief=brief))) == checksum("w", whole, tensor, brief=brief)
 
 
 @settings(max_examples=30, deadline=None)
@@ -150,26 +161,34 @@ def test_memory_that_is_not_aligned_gives_the_same(dtype):
         assert checksum("w", whole_of(aligned), strided) == checksum("w", whole_of(aligned), aligned)
 
 
+def changes_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Each with one bit flipped, or two elements swapped."""
+    bits, top = BITS[tensor.dtype.itemsize], 8 * tensor.dtype.itemsize - 1
+    for at in range(tensor.numel()):
+        for bit in range(top + 1):
+            changed = tensor.clone()
+            changed.view(bits).view(-1)[at] ^= 1 << bit if bit < top else -(1 << top)
+            yield changed
+        for other in range(at):
+            changed = tensor.clone()
+            changed.view(-1)[[at, other]] = tensor.view(-1)[[other, at]]
+            yield changed
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_flipped_bit_every_swap_and_every_other_name_shows(dtype):
     tensor = (torch.arange(30).view(6, 5) * 1.5 - 20).to(dtype)  # all different, also as bf16
-    seen = {int(checksum("w", whole_of(tensor), tensor)), int(checksum("v", whole_of(tensor), tensor))}
-    seen.add(int(checksum("w", Box.of((6, 12), (0, 5)), tensor)))
-    count = len(seen)
-    assert count == 3
-    top = 8 * dtype.itemsize - 1
-    for at in range(30):
-        for bit in range(top + 1):
-            changed = tensor.clone()
-            changed.view(BITS[dtype.itemsize]).view(-1)[at] ^= 1 << bit if bit < top else -(1 << top)
-            seen.add(int(checksum("w", whole_of(tensor), changed)))
-            count += 1
-        for other in range(at):
-            swapped = tensor.clone().view(-1)
-            swapped[[at, other]] = swapped[[other, at]]
-            seen.add(int(checksum("w", whole_of(tensor), swapped.view(6, 5))))
-            count += 1
-    assert len(seen) == count
+    sums = [checksum("w", whole_of(tensor), tensor), checksum("v", whole_of(tensor), tensor)]
+    sums.append(checksum("w", Box.of((6, 12), (0, 5)), tensor))
+    sums += (checksum("w", whole_of(tensor), changed) for changed in changes_of(tensor))
+    assert len(set(sums)) == len(sums)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_flipped_bit_and_every_swap_shows_in_the_short_form(dtype):
+    tensor = torch.randn(6, 5, generator=torch.Generator().manual_seed(6)).to(dtype)
+    right, *others = (checksum("w", whole_of(tensor), one, brief=True) for one in (tensor, *changes_of(tensor)))
+    assert right not in others  # which may equal one another: 2^63 times any odd number is 2^63
 
 
 @pytest.mark.parametrize("shape", [(1, 2**18), (2**9, 2**9)])
@@ -186,14 +205,24 @@ def test_changes_of_one_bit_at_two_places_do_not_cancel(shape):
         assert both.unique().numel() == both.numel()
 
 
-def test_signs_and_scales_of_whole_tensors_show():
+def test_two_signs_in_upper_halves_show_in_the_full_form_alone():
+    tensor, changed = torch.ones(4, 6), torch.ones(4, 6)
+    changed[1, 1] = changed[2, 5] = -1.0
+    first, second = (checksum("w", whole_of(tensor), one) for one in (tensor, changed))
+    assert first != second
+    first, second = (checksum("w", whole_of(tensor), one, brief=True) for one in (tensor, changed))
+    assert first == second
+
+
+@FORMS
+def test_signs_and_scales_of_whole_tensors_show(brief):
     """Changes of upper bits alone, all over a tensor, must not cancel."""
     tensor = torch.randn(64, 48, generator=torch.Generator().manual_seed(2))
-    seen = {int(checksum("w", whole_of(tensor), tensor * scale)) for scale in (1, -1, 2, 4, 0.5, 2.0**16)}
+    seen = {int(checksum("w", whole_of(tensor), tensor * scale, brief=brief)) for scale in (1, -1, 2, 4, 0.5, 2.0**16)}
     for rows in range(2, 64, 2):
         negated = tensor.clone()
         negated[:rows] *= -1
-        seen.add(int(checksum("w", whole_of(tensor), negated)))
+        seen.add(int(checksum("w", whole_of(tensor), negated, brief=brief)))
     assert len(seen) == 6 + 31
 
 

@@ -97,7 +97,7 @@ def transfer(
                 (tensor, Box(tuple((0, extent) for extent in plan.dst.tensors[tensor])))
                 for tensor in plan.dst_index.of_rank(rank)
             ]
-            sums = dict(zip((tensor for tensor, _ in places), into.sums(places), strict=True))
+            sums = dict(zip((tensor for tensor, _ in places), into.sums(places, brief=False), strict=True))
         finally:
             into.end()
         assert routes.staging.num_bytes + route.region_bytes <= route.staging_bytes <= 2 * max(bucket_bytes, 8)

@@ -92,7 +92,8 @@ class Loading:
             self._has_all = self._has_all or self._transfer.coming.complete
         else:
             assert verb == "sums", verb
-            return {"sums": self._transfer.sums([(tensor, as_box(spans)) for tensor, spans in told["places"]])}
+            places = [(tensor, as_box(spans)) for tensor, spans in told["places"]]
+            return {"sums": self._transfer.sums(places, brief=told["brief"])}
         return {}
 
     def _attach(self, told: Mapping[str, Any]) -> None:
@@ -165,9 +166,9 @@ class _Transfer:
             after_load()
         self._has_finished = True
 
-    def sums(self, places: Sequence[Place]) -> list[int]:
+    def sums(self, places: Sequence[Place], *, brief: bool) -> list[int]:
         """Checksum of what the rank holds inside each place, from the parameters; what is held twice counts once."""
-        return sums_in(places, self._blocks)
+        return sums_in(places, self._blocks, brief=brief)
 
     def _blocks(self, tensor: str) -> Iterator[Weighted]:
         yield from ((1, one.box, self._view(one, one.box)) for one in self.coming.held.get(tensor, ()))

@@ -131,10 +131,10 @@ class SchedulerSink:
         self._ask({"do": "finish"})
         self.needs_complete = not self._completes
 
-    def sums(self, places: Sequence[Place]) -> Sequence[int]:
+    def sums(self, places: Sequence[Place], *, brief: bool) -> Sequence[int]:
         """See `WindowSink.sums`."""
         asked = [[tensor, box.spans] for tensor, box in places]
-        found: list[int] = self._ask({"do": "sums", "places": asked})["sums"]
+        found: list[int] = self._ask({"do": "sums", "places": asked, "brief": brief})["sums"]
         return found
 
     def end(self) -> None:
