@@ -9,6 +9,7 @@ import torch
 
 from rlhf.build.roles import spec_of_role
 from rlhf.config.run import PPORunConfig
+from rlhf.data.tokenizer import TextOf
 from rlhf.errors import ConfigError
 from rlhf.families.registry import read_spec
 from rlhf.families.spec import Head
@@ -45,6 +46,7 @@ def make_engine(config: PPORunConfig, folder: Path, stop_ids: tuple[int, ...], s
             f"rollout/generate {done}/{total}" if total else "start the engine"
         ),
         log_folder=site.ranks.run_folder / "logs",
+        decode=TextOf(folder),
     )
 
 

@@ -22,12 +22,16 @@ class SamplingConfig:
     """Keeps the smallest set of tokens with at least this probability; 1 keeps all."""
     top_k: int = 0
     """Keeps the k most likely tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Keeps tokens at least this share as likely as the most likely one; 0 keeps all."""
     max_new_tokens: int = 256
     """Longest response, in tokens."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response, beside the tokenizer's end-of-sequence token."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response: it ends with the token that completes one, which stays in the response."""
     ignore_eos: bool = False
-    """No token ends a response: each has max_new_tokens tokens. For benchmarks and tests."""
+    """Nothing ends a response early: each has max_new_tokens tokens. For benchmarks and tests."""
 
     def __post_init__(self) -> None:
         at_least("sampling.temperature", self.temperature, 0.0)
@@ -39,12 +43,16 @@ class SamplingConfig:
         more_than("sampling.top_p", self.top_p, 0.0)
         between("sampling.top_p", self.top_p, 0.0, 1.0)
         at_least("sampling.top_k", self.top_k, 0)
+        between("sampling.min_p", self.min_p, 0.0, 1.0)
         at_least("sampling.max_new_tokens", self.max_new_tokens, 1)
-        if self.ignore_eos and self.stop_token_ids:
-            refuse(
-                f"sampling.stop_token_ids: {self.stop_token_ids} given, but ignore_eos lets no token end a response; "
-                "unset one of them"
-            )
+        if "" in self.stop:
+            refuse("sampling.stop: an empty string given, which would end each response at once; remove it")
+        for name in ("stop_token_ids", "stop"):
+            if self.ignore_eos and (given := getattr(self, name)):
+                refuse(
+                    f"sampling.{name}: {given} given, but ignore_eos lets nothing end a response early; "
+                    "unset one of them"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,8 @@ The vocabulary of the model may be larger than the tokenizer's; nothing here kno
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -114,6 +115,26 @@ def decode_responses(tokenizer: "PreTrainedTokenizerBase", responses: Ragged) ->
     if not rows:  # transformers 5 takes no rows for one without tokens
         return []
     return tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+@dataclass(slots=True)
+class TextOf:
+    """Text of token ids, special tokens included, by the tokenizer of a model folder.
+
+    It is read when it is first needed, and not pickled: another process reads it again.
+    """
+
+    folder: Path
+    _tokenizer: "PreTrainedTokenizerBase | None" = field(default=None, repr=False, compare=False)
+
+    def __call__(self, tokens: Sequence[int]) -> str:
+        """Of one response, or of a part of it; part of a character becomes U+FFFD."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.folder)
+        return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def __reduce__(self) -> tuple[type, tuple[Path]]:
+        return TextOf, (self.folder,)
 
 
 def tiny_tokenizer(folder: Path, corpus: Iterable[str] = (), *, vocab_size: int = 0) -> "PreTrainedTokenizerFast":

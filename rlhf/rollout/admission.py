@@ -1,8 +1,11 @@
 """Which prompts an engine can answer at all; every engine asks before it queues one."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from rlhf.errors import EngineError
+from rlhf.rollout.stopping import Decode
 
 
 def check_vocabulary(tokens: Tensor, lengths: Tensor, sample_ids: Tensor, *, vocab_size: int, where: str) -> None:
@@ -25,4 +28,13 @@ def check_fits(num_tokens: int, max_new_tokens: int, kv_cache_tokens: int, *, sa
         raise EngineError(
             f"{where}: sample {sample_id} needs {num_tokens} prompt tokens + sampling.max_new_tokens = "
             f"{max_new_tokens}, but rollout.kv_cache_tokens = {kv_cache_tokens}; raise it, or shorten one of the others"
+        )
+
+
+def check_can_stop(stop: Sequence[str], decode: Decode | None, *, where: str) -> None:
+    """Raise EngineError where strings are to end a response, and nobody could tell what it says."""
+    if stop and decode is None:
+        raise EngineError(
+            f"{where}: sampling.stop = {list(stop)}, but the engine was made without a tokenizer; needs `decode`; "
+            "hand it in, or end responses by sampling.stop_token_ids"
         )

@@ -14,6 +14,7 @@ from rlhf.families.spec import ModelSpec
 from rlhf.reshard.layout import ModelLayout
 from rlhf.reshard.windows import WindowSink
 from rlhf.rollout.performance import PerformanceMonitor
+from rlhf.rollout.stopping import Decode
 
 ProgressFn = Callable[[int, int], None]
 """Called as (responses finished, responses asked for) again and again while an engine works, on each of its ranks; as
@@ -92,6 +93,7 @@ class EngineFactory(Protocol):
         on_progress: ProgressFn | None = None,
         log_folder: Path | None = None,
         performance: PerformanceMonitor | None = None,
+        decode: Decode | None = None,
     ) -> RolloutEngine:
         """Args beyond the config.
 
@@ -101,6 +103,8 @@ class EngineFactory(Protocol):
         log_folder: where an engine with processes of its own writes their logs.
         performance: told on the engine's leader when each row was handed in, began, had its first token and ended, by
             sample id; None: nobody asks.
+        decode: text of token ids, for `sampling.stop`; called where responses grow, maybe in another process. Without
+            it, rows with stop strings are refused.
         """
         ...
 

@@ -20,6 +20,14 @@ def sample_seed(run_seed: int, sample_id: int, attempt: int) -> int:
     return _signed(state)
 
 
+def shifted(seed: int, by: int) -> int:
+    """The seed whose uniform numbers at position p + by are those of `seed` at p, as int64.
+
+    For engines that count positions from somewhere else than the beginning of a response.
+    """
+    return _signed((seed - by * _GAMMA) & _MASK)
+
+
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     """Uniform numbers in [0, 1) for (seed, position) pairs.
 

@@ -17,7 +17,7 @@ def padded_logits(rows: int = 1, seed: int = 3) -> torch.Tensor:
 
 
 def reference_probs(logits: torch.Tensor, sampling: SamplingConfig) -> torch.Tensor:
-    """Straight from the definitions of temperature, then top-k, then top-p; float64 [VOCAB]."""
+    """Straight from the definitions of temperature, then top-k, then top-p, then min-p; float64 [VOCAB]."""
     probs = (logits[:VOCAB, 0].double() / sampling.temperature).softmax(0)
     order = probs.argsort(descending=True)
     kept = order[: sampling.top_k or VOCAB].tolist()
@@ -29,16 +29,29 @@ def reference_probs(logits: torch.Tensor, sampling: SamplingConfig) -> torch.Ten
             break
         nucleus.append(token)
         mass += float(probs[token])
+    nucleus = [token for token in nucleus if probs[token] >= sampling.min_p * probs.max()]
     probs = torch.zeros_like(probs).index_copy(0, torch.tensor(nucleus), probs[nucleus])
     return probs / probs.sum()
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.3, 17, 1.0), (1.0, 0, 0.8), (1.7, 0, 0.97), (0.9, 30, 0.7), (1.0, 1, 1.0)],
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.6, 0, 1.0, 0.0),
+        (1.3, 17, 1.0, 0.0),
+        (1.0, 0, 0.8, 0.0),
+        (1.7, 0, 0.97, 0.0),
+        (0.9, 30, 0.7, 0.0),
+        (1.0, 1, 1.0, 0.0),
+        (1.0, 0, 1.0, 0.07),
+        (1.5, 30, 1.0, 0.2),
+        (1.5, 30, 0.9, 0.1),
+        (1.0, 0, 1.0, 1.0),
+    ],
 )
-def test_tokens_follow_the_cut_distribution(temperature, top_k, top_p):
-    sampling = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p)
+def test_tokens_follow_the_cut_distribution(temperature, top_k, top_p, min_p):
+    sampling = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     draws = 20_000
     logits, expected = padded_logits(), reference_probs(padded_logits(), sampling)
     numbers = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws  # an even grid: counts are exact to 1

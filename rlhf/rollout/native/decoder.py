@@ -18,7 +18,9 @@ from rlhf.rollout.native.rope import rotary_table
 from rlhf.rollout.native.running import Column, RunningRows
 from rlhf.rollout.native.sampler import sample
 from rlhf.rollout.native.scheduler import Admission, Row, Scheduler
+from rlhf.rollout.native.tails import Tails
 from rlhf.rollout.seeds import uniforms
+from rlhf.rollout.stopping import Decode, StopStrings
 
 PREFILL_TOKENS = 4096
 """Most prompt tokens in one prefill; enough for full speed, little enough for the activations of large models."""
@@ -31,10 +33,18 @@ class Decoder:
     """One run: these rows, this sampling. All ranks of an engine make and run it alike."""
 
     def __init__(
-        self, model: NativeModel, cache: KvCache, peers: Peers, *, sampling: SamplingConfig, stop_ids: Tensor
+        self,
+        model: NativeModel,
+        cache: KvCache,
+        peers: Peers,
+        *,
+        sampling: SamplingConfig,
+        stop_ids: Tensor,
+        decode: Decode | None,
     ) -> None:
         self._model, self._cache, self._peers = model, cache, peers
         self._sampling, self._stop_ids = sampling, stop_ids
+        self._tails = None if decode is None or not sampling.stop else Tails(StopStrings(sampling.stop, decode))
         self._num_steps = 0
         self._longest = 0  # tokens of the longest running row, less the steps made so far
 
@@ -135,13 +145,26 @@ class Decoder:
         return _multiple(self._longest + self._num_steps, SPAN_STEP)
 
     def _let_out(self, scheduler: Scheduler, running: RunningRows, tokens: Tensor, responses: Responses) -> None:
-        """Take out rows that sampled a stop token or have all their tokens."""
-        stopped = (tokens == self._stop_ids.unsqueeze(1)).any(0)
+        """Take out rows that sampled a stop token, completed a stop string, or have all their tokens."""
+        stopped = (tokens == self._stop_ids.unsqueeze(1)).any(0) | self._ended_by_strings(running, tokens)
         ended = stopped | (running.get(Column.NUM_SAMPLED, tokens.numel()) >= self._sampling.max_new_tokens)
         slots = ended.nonzero().flatten().tolist()
         if slots:
             rows = scheduler.finish(slots)
             responses.finish([row.index for row in rows], stopped[slots].tolist())
+            if self._tails is not None:
+                self._tails.forget([row.index for row in rows])
+
+    def _ended_by_strings(self, running: RunningRows, tokens: Tensor) -> Tensor:
+        """Which rows these tokens end, bool [rows]; the leader looks at their text. Collective over the engine."""
+        ended = torch.zeros_like(tokens)
+        if not self._sampling.stop:
+            return ended.bool()
+        if self._peers.is_leader:
+            assert self._tails is not None, "refused at submission"
+            rows = running.get(Column.INDEX, tokens.numel()).tolist()
+            ended = torch.tensor(self._tails.ended(rows, tokens.tolist())).to(tokens)
+        return self._peers.share_tokens(ended).bool()
 
 
 def _multiple(count: int, of: int) -> int:

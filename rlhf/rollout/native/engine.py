@@ -13,7 +13,7 @@ from rlhf.data.batch import PromptBatch, Rollout
 from rlhf.errors import EngineError
 from rlhf.families.spec import ModelSpec
 from rlhf.reshard.layout import ModelLayout
-from rlhf.rollout.admission import check_fits, check_vocabulary
+from rlhf.rollout.admission import check_can_stop, check_fits, check_vocabulary
 from rlhf.rollout.engine import ProgressFn
 from rlhf.rollout.native.decoder import Decoder
 from rlhf.rollout.native.kv_cache import KvCache
@@ -24,6 +24,7 @@ from rlhf.rollout.native.responses import Responses
 from rlhf.rollout.native.scheduler import Row
 from rlhf.rollout.performance import PerformanceMonitor
 from rlhf.rollout.seeds import sample_seed
+from rlhf.rollout.stopping import Decode
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -45,9 +46,10 @@ class NativeEngine:
         on_progress: ProgressFn | None = None,
         log_folder: Path | None = None,
         performance: PerformanceMonitor | None = None,
+        decode: Decode | None = None,
     ) -> None:
         self._spec, self._config, self._run_seed = spec, config, run_seed
-        self._eos_token_ids = eos_token_ids
+        self._eos_token_ids, self._decode = eos_token_ids, decode
         self._peers = Peers(tp_group, cpu_group)
         if self._peers.size != config.tp:
             raise EngineError(f"native engine: tp_group has {self._peers.size} ranks, but rollout.tp = {config.tp}")
@@ -69,6 +71,7 @@ class NativeEngine:
                     "native engine: no prompts on the leader (tp rank 0); needs a PromptBatch, maybe empty"
                 )
             mine = (prompts.tokens.values.cpu(), prompts.tokens.lengths, prompts.sample_ids.cpu())
+        check_can_stop(sampling.stop, self._decode, where="native engine")
         tokens, lengths, sample_ids = self._peers.share_rows(mine, count=3)
         check_vocabulary(tokens, lengths, sample_ids, vocab_size=self._spec.vocab_size, where="native engine")
         rows: list[tuple[SamplingConfig, Row]] = []
@@ -99,7 +102,12 @@ class NativeEngine:
         responses = Responses(len(rows), on_progress=self._on_progress)
         for sampling, group in groupby(rows, key=itemgetter(0)):
             decoder = Decoder(
-                self._model, self._cache, self._peers, sampling=sampling, stop_ids=self._stop_ids(sampling)
+                self._model,
+                self._cache,
+                self._peers,
+                sampling=sampling,
+                stop_ids=self._stop_ids(sampling),
+                decode=self._decode,
             )
             decoder.run([row for _, row in group], responses, max_running=self._config.max_running)
         if not self._peers.is_leader:

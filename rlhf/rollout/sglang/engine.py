@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import shutil
 import tempfile
 from pathlib import Path
@@ -18,7 +19,7 @@ from rlhf.errors import EngineError
 from rlhf.families.registry import hf_config
 from rlhf.families.spec import ModelSpec
 from rlhf.reshard.layout import ModelLayout
-from rlhf.rollout.admission import check_fits, check_vocabulary
+from rlhf.rollout.admission import check_can_stop, check_fits, check_vocabulary
 from rlhf.rollout.engine import ProgressFn
 from rlhf.rollout.performance import PerformanceMonitor
 from rlhf.rollout.seeds import sample_seed
@@ -30,6 +31,7 @@ from rlhf.rollout.sglang.server_args import ENVIRONMENT, NO_VERSION, Place, cpu_
 from rlhf.rollout.sglang.sink import SchedulerSink
 from rlhf.rollout.sglang.team import Team
 from rlhf.rollout.sglang.wire import Errand, Order, Response
+from rlhf.rollout.stopping import Decode
 
 WHERE = "sglang engine"
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -41,10 +43,8 @@ class SGLangEngine:
     The engine's processes are children of the leader rank. It starts from random weights and answers nothing before a
     first update, which comes in through `params`, a `WindowSink`, and ends with `weights_updated`.
 
-    Where it differs from the protocol: SGLang draws from one random state a scheduler, seeded once by `run_seed`, so a
-    sample's tokens also depend on which others it runs with and on how many were drawn before; `attempt` and the
-    sample's own seed are passed on and have no effect. With `rollout.sglang.deterministic` SGLang honours them, on
-    GPUs only (on CPUs its torch attention is not among the kernels that it allows for that).
+    A sample's tokens depend on its seed, not on the batch, for SGLang draws by a sampler of ours (`sampling.py`); up to
+    rounding, since SGLang's matrix products on a row may depend on how many rows there are.
 
     Log-probs are of the distribution that the temperature gives, before top-p and top-k cut it (not renormalised), as
     the native engine's are; at temperature 0, of temperature 1.
@@ -68,9 +68,10 @@ class SGLangEngine:
         on_progress: ProgressFn | None = None,
         log_folder: Path | None = None,
         performance: PerformanceMonitor | None = None,
+        decode: Decode | None = None,
     ) -> None:
         self._spec, self._config, self._run_seed, self._dtype = spec, config, run_seed, dtype
-        self._eos_token_ids, self._on_progress = eos_token_ids, on_progress
+        self._eos_token_ids, self._on_progress, self._decode = eos_token_ids, on_progress, decode
         self._performance = performance
         self._team = Team(cpu_group)
         if self._team.size != config.tp:
@@ -199,6 +200,7 @@ class SGLangEngine:
     def _queue(self, prompts: PromptBatch | None, sampling: SamplingConfig, attempt: int) -> None:
         if prompts is None:
             raise EngineError(f"{WHERE}: no prompts on the leader (tp rank 0); needs a PromptBatch, maybe empty")
+        check_can_stop(sampling.stop, self._decode, where=WHERE)
         tokens, sample_ids = prompts.tokens, prompts.sample_ids.tolist()
         check_vocabulary(
             tokens.values.cpu(), tokens.lengths, prompts.sample_ids, vocab_size=self._spec.vocab_size, where=WHERE
@@ -206,8 +208,13 @@ class SGLangEngine:
         for count, sample_id in zip(tokens.lengths.tolist(), sample_ids, strict=True):
             check_fits(count, sampling.max_new_tokens, self._config.kv_cache_tokens, sample_id=sample_id, where=WHERE)
         self._sampling += [
-            sampling_args(sampling, self._eos_token_ids, seed=sample_seed(self._run_seed, sample_id, attempt))
-            for sample_id in sample_ids
+            sampling_args(
+                sampling,
+                self._eos_token_ids,
+                seed=sample_seed(self._run_seed, sample_id, attempt),
+                prompt_tokens=prompt_tokens,
+            )
+            for sample_id, prompt_tokens in zip(sample_ids, tokens.lengths.tolist(), strict=True)
         ]
         self._prompts.append(prompts)
 
@@ -244,6 +251,7 @@ class SGLangEngine:
                 server_args=server_args(
                     self._spec, self._config, place=place, model_folder=self._folder, run_seed=self._run_seed
                 ),
+                decode=b"" if self._decode is None else pickle.dumps(self._decode),
             ),
             python=options.python,
             environment=environment_of_no_rank(**changes),

@@ -62,7 +62,7 @@ def start_engine(order: Order) -> Any:
     from sglang.srt.entrypoints.engine import Engine  # noqa: PLC0415
 
     class HostedEngine(Engine):  # type: ignore[misc]  # without annotations
-        run_scheduler_process_func = Entry(run_scheduler, order.cpu, os.getpid())
+        run_scheduler_process_func = Entry(partial(run_scheduler, order.decode), order.cpu, os.getpid())
         run_detokenizer_process_func = Entry(run_detokenizer, order.cpu, os.getpid())
 
     return HostedEngine(**order.server_args)

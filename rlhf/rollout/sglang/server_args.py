@@ -9,8 +9,10 @@ import yaml
 from rlhf.config.rollout import RolloutConfig, SamplingConfig
 from rlhf.errors import EngineError
 from rlhf.families.spec import ModelSpec
+from rlhf.rollout.seeds import shifted
 from rlhf.rollout.sglang.inside import LOADER
 from rlhf.rollout.sglang.layout import Sizes, check_cpu_sizes
+from rlhf.rollout.sglang.sampling import BACKEND, BEGUN, STOP
 
 SPARE_TOKENS = 64
 """SGLang keeps some room of its cache and of a sequence's length to itself; `rollout.kv_cache_tokens` is all ours."""
@@ -68,6 +70,7 @@ def server_args(
         "context_length": spec.max_length + SPARE_TOKENS,
         "random_seed": run_seed & 0x7FFFFFFF,
         "grammar_backend": "none",
+        "sampling_backend": BACKEND,
         "sleep_on_idle": True,  # a scheduler that waits would else keep a core busy while models train
         "watchdog_timeout": options.reply_limit_s,
         "log_level": options.log_level,
@@ -75,7 +78,6 @@ def server_args(
     if place.device == "cpu":
         args |= {
             "attention_backend": "torch_native" if options.attention_backend == "auto" else options.attention_backend,
-            "sampling_backend": "pytorch",
             "disable_cuda_graph": True,
             "mem_fraction_static": 0.05,  # its sizes come from max_total_tokens
         }
@@ -91,17 +93,25 @@ def server_args(
     return args | {name: yaml.safe_load(value) for name, _, value in (t.partition("=") for t in options.extra_args)}
 
 
-def sampling_args(sampling: SamplingConfig, eos_token_ids: tuple[int, ...], *, seed: int) -> dict[str, Any]:
-    """One request's sampling parameters in SGLang's words."""
+def sampling_args(
+    sampling: SamplingConfig, eos_token_ids: tuple[int, ...], *, seed: int, prompt_tokens: int, begun_tokens: int = 0
+) -> dict[str, Any]:
+    """One request's sampling parameters in SGLang's words.
+
+    seed: The sample's, `sample_seed`; its numbers are those of the places in the response, also where the request
+        brings the first `begun_tokens` of the response behind the prompt's `prompt_tokens`.
+    """
     ends = [] if sampling.ignore_eos else sorted({*eos_token_ids, *sampling.stop_token_ids})
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
-        "max_new_tokens": sampling.max_new_tokens,
+        "min_p": sampling.min_p,
+        "max_new_tokens": sampling.max_new_tokens - begun_tokens,
         "stop_token_ids": ends,
         "ignore_eos": not ends,
-        "sampling_seed": seed,
+        "sampling_seed": shifted(seed, prompt_tokens - 1),  # SGLang counts from the sequence's first token
+        "custom_params": {STOP: list(sampling.stop), BEGUN: begun_tokens} if sampling.stop else None,
     }
 
 

@@ -18,6 +18,7 @@ from tests.rollout.sglang.listeners import check_private
 from tests.rollout.sglang.tiny import load, make_engine, needs_sglang
 from tests.rollout.test_native_engine import greedy_reference
 from tests.rollout.tiny import hf_model, prompts, reference_logprobs
+from tests.rollout.tiny import make_engine as make_native_engine
 
 pytestmark = needs_sglang
 
@@ -107,10 +108,19 @@ def test_samples_of_one_prompt_differ_and_greedy_and_sampled_rows_share_a_batch(
     check_logprobs(model, rollout)
 
 
-def test_seeds_of_samples_have_no_effect_as_the_docstring_says(engine):
-    batch, sampling = prompts((6,), samples=8), SamplingConfig(temperature=1.0, max_new_tokens=12, ignore_eos=True)
-    first, again = (engine.generate(batch, sampling).responses.values for _ in range(2))
-    assert not torch.equal(first, again)  # where this fails, SGLang honours seeds on CPUs now: say so
+def test_a_samples_tokens_are_those_of_its_seed_in_any_batch_and_in_the_embedded_engine(engine, model):
+    batch, sampling = prompts((6, 2, 19), samples=4), SamplingConfig(temperature=1.1, max_new_tokens=12)
+    first = engine.generate(batch, sampling)
+    assert torch.equal(engine.generate(batch, sampling).responses.values, first.responses.values)
+    few = torch.tensor([7, 1, 10])
+    assert_same_rows(engine.generate(batch.select(few), sampling), first.select(few))
+    assert_same_rows(make_native_engine(model, eos_token_ids=(EOS,)).generate(batch, sampling), first)
+    assert not torch.equal(engine.generate(batch, sampling, attempt=1).responses.values, first.responses.values)
+
+
+def assert_same_rows(found, wanted):
+    assert [row.tolist() for row in found.responses.rows()] == [row.tolist() for row in wanted.responses.rows()]
+    torch.testing.assert_close(found.rollout_logprobs.values, wanted.rollout_logprobs.values, **CLOSE)
 
 
 def test_stop_tokens_of_model_and_of_sampling_end_a_response_and_belong_to_it(engine, model):

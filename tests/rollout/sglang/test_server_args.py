@@ -5,12 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlhf.config.rollout import RolloutConfig, SamplingConfig
 from rlhf.config.sglang import SGLangConfig
 from rlhf.errors import EngineError, LayoutError
 from rlhf.families.registry import spec_of
+from rlhf.rollout.seeds import sample_seed, uniforms
 from rlhf.rollout.sglang.layout import Sizes, check_cpu_sizes
+from rlhf.rollout.sglang.sampling import BEGUN, STOP
 from rlhf.rollout.sglang.server_args import Place, cpu_environment, sampling_args, server_args
 from tests.rollout.tiny import hf_model
 
@@ -63,10 +66,30 @@ def test_what_sglang_would_pad_or_not_run_on_a_cpu_is_refused_there():
 
 
 def test_sampling_in_sglangs_words():
-    free = sampling_args(SamplingConfig(temperature=0.5, max_new_tokens=9, ignore_eos=True), (2,), seed=7)
+    free = sampling_args(
+        SamplingConfig(temperature=0.5, max_new_tokens=9, ignore_eos=True), (2,), seed=7, prompt_tokens=1
+    )
     assert (free["top_k"], free["stop_token_ids"], free["ignore_eos"], free["sampling_seed"]) == (-1, [], True, 7)
-    ended = sampling_args(SamplingConfig(top_k=4, stop_token_ids=(9, 2)), (2, 5), seed=7)
-    assert (ended["top_k"], ended["stop_token_ids"], ended["ignore_eos"]) == (4, [2, 5, 9], False)
+    assert free["custom_params"] is None
+    ended = sampling_args(
+        SamplingConfig(top_k=4, min_p=0.25, stop_token_ids=(9, 2), stop=("\n\n",)), (2, 5), seed=7, prompt_tokens=1
+    )
+    assert (ended["top_k"], ended["min_p"], ended["stop_token_ids"], ended["ignore_eos"]) == (4, 0.25, [2, 5, 9], False)
+    assert ended["custom_params"] == {STOP: ["\n\n"], BEGUN: 0}
+
+
+def test_random_numbers_go_by_the_place_in_the_response():
+    seed = sample_seed(3, 1007, 0)
+    wanted = uniforms(torch.tensor(seed), torch.arange(40))
+    for prompt_tokens in (1, 2, 977):
+        args = sampling_args(SamplingConfig(max_new_tokens=40), (), seed=seed, prompt_tokens=prompt_tokens)
+        begun = sampling_args(
+            SamplingConfig(max_new_tokens=40), (), seed=seed, prompt_tokens=prompt_tokens, begun_tokens=13
+        )
+        assert begun["sampling_seed"] == args["sampling_seed"]
+        assert (args["max_new_tokens"], begun["max_new_tokens"]) == (40, 27)
+        positions = torch.arange(40) + prompt_tokens - 1  # of the last token before each one that is drawn
+        assert torch.equal(uniforms(torch.tensor(args["sampling_seed"]), positions), wanted)
 
 
 def test_ranks_of_engines_side_by_side_get_cores_of_their_own():

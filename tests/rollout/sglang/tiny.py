@@ -23,7 +23,8 @@ needs_sglang = [
 
 def make_engine(model: transformers.PreTrainedModel, folder: Path, **settings: object) -> SGLangEngine:
     """One rank's engine for the model, with random weights; `settings` go to RolloutConfig or to the engine."""
-    own = {k: settings.pop(k) for k in ("eos_token_ids", "on_progress", "run_seed", "performance") if k in settings}
+    names = ("eos_token_ids", "on_progress", "run_seed", "performance", "decode")
+    own = {k: settings.pop(k) for k in names if k in settings}
     torch.set_num_threads(1)
     return SGLangEngine(
         spec_of(model.config.to_dict(), where="tiny"),
