@@ -21,6 +21,10 @@ class CheckpointError(RlhfError):
     """A checkpoint folder is missing something, is cut short, or holds another model than the one asked for."""
 
 
+class DamagedError(CheckpointError):
+    """A file of a checkpoint is not as it was written: gone, cut short or changed."""
+
+
 class SaveError(RlhfError):
     """A run could not be saved where it ends, so that a later start cannot go on from there."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from rlhf.errors import CheckpointError
+from rlhf.errors import CheckpointError, DamagedError
 from rlhf.families.registry import read_json
 from rlhf.families.spec import LogicalTensor, Part
 
@@ -105,24 +105,22 @@ def lacking(folder: Path, name: str) -> CheckpointError:
     return CheckpointError(f"{folder}: no tensor {name}; needs it for this model; check that model.path is complete")
 
 
-def damaged(path: Path, error: Exception) -> CheckpointError:
+def damaged(path: Path, error: Exception) -> DamagedError:
     """What to say of a weight file that cannot be read."""
-    return CheckpointError(f"{path}: cannot be read ({error}); needs a whole safetensors file; fetch the file again")
+    return DamagedError(f"{path}: cannot be read ({error}); needs a whole safetensors file; fetch the file again")
 
 
 def _read_index(folder: Path) -> dict[str, str]:
     path = folder / INDEX_FILE
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path}: no weight_map; needs tensor -> file names; fetch the file again")
+        raise DamagedError(f"{path}: no weight_map; needs tensor -> file names; fetch the file again")
     if not all(isinstance(file, str) for file in weight_map.values()):
-        raise CheckpointError(
-            f"{path}: its weight_map names no files; needs tensor -> file names; fetch the file again"
-        )
+        raise DamagedError(f"{path}: its weight_map names no files; needs tensor -> file names; fetch the file again")
     for file in sorted(set(weight_map.values())):
         if not (folder / file).is_file():
             lost = next(name for name, of in weight_map.items() if of == file)
-            raise CheckpointError(
+            raise DamagedError(
                 f"{path}: names {file}, which is missing; needs it for {lost} and others; fetch the file again"
             )
     return dict(weight_map)

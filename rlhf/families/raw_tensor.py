@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlhf.errors import CheckpointError
+from rlhf.errors import DamagedError
 
 READ_BYTES = 8 * 2**20
 """Read at a time where elements do not go straight to where they are wanted; a longer row is read whole."""
@@ -41,7 +41,7 @@ class RawTensor:
             path: Of the file, for a message.
 
         Raises:
-            CheckpointError: The file is too short.
+            DamagedError: The file is too short.
         """
         rows, columns = box[0], box[1:]
         row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
@@ -64,5 +64,5 @@ class RawTensor:
             got = os.preadv(handle, [room[done:]], self.start + at + done)
             if not got:
                 end = self.start + at + done
-                raise CheckpointError(f"{path}: ends at byte {end}; needs the whole file; fetch it again")
+                raise DamagedError(f"{path}: ends at byte {end}; needs the whole file; fetch it again")
             done += got

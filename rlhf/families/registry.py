@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rlhf.errors import CheckpointError
+from rlhf.errors import CheckpointError, DamagedError
 from rlhf.families.family import EXPERT_COUNT_KEYS, Family, TensorRule
 from rlhf.families.llama import LLAMA
 from rlhf.families.mistral import MISTRAL
@@ -49,9 +49,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON ({error}); needs a JSON object; fetch the file again") from error
+        raise DamagedError(f"{path}: not JSON ({error}); needs a JSON object; fetch the file again") from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: holds a {type(found).__name__}; needs a JSON object; fetch the file again")
+        raise DamagedError(f"{path}: holds a {type(found).__name__}; needs a JSON object; fetch the file again")
     return found
 
 

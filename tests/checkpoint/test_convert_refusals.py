@@ -37,6 +37,10 @@ def cut(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(whole[:-100])
 
 
+def cut_file(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-300])
+
+
 NORM, UP = "model.layers.1.input_layernorm.weight", "model.layers.2.mlp.up_proj.weight"
 
 FAULTS: dict[str, tuple[str, Change, str]] = {
@@ -137,8 +141,9 @@ def test_what_an_index_leaves_out_is_refused_and_a_needless_buffer_is_listed(
     assert "dropped: model.rotary_emb.inv_freq" in capsys.readouterr().out
     index = tmp_path / "model" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {name: 3 for name in load_file(first)}}))
-    assert main(["inspect", str(tmp_path / "model")]) == 2
-    assert "its weight_map names no files" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path / "model")]) == 1
+    assert "DAMAGED" in (said := capsys.readouterr().out)
+    assert "its weight_map names no files" in said
 
 
 def flip(path: Path) -> None:
@@ -166,6 +171,58 @@ def test_a_damaged_converted_folder_is_refused_by_the_files_name(
     assert "DAMAGED" in said
     assert "__1_0.distcp" in said
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def scramble(path: Path) -> None:
+    path.write_bytes(b"\x80\x04\x95" + b"\x7f" * 60)
+
+
+LEGACY = "release/mp_rank_01/model_optim_rng.pt"
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "damages"),
+    [
+        (["to-hf", "--shard-size", "100KB"], "model-00002-of-00005.safetensors", (cut_file, scramble, Path.unlink)),
+        (["to-hf"], "config.json", (cut_file, scramble)),
+        (["to-megatron", "--tp", "2"], "release/.metadata", (cut_file, scramble)),
+        (["to-megatron", "--tp", "2"], "release/__1_0.distcp", (cut_file, Path.unlink)),
+        (["to-megatron", "--tp", "2", "--format", "legacy"], LEGACY, (cut_file, scramble, Path.unlink)),
+    ],
+)
+def test_inspect_calls_damaged_what_cannot_be_read(
+    argv: list[str], name: str, damages: tuple[Change, ...], models: Path, tmp_path: Path, capsys
+) -> None:
+    """Without a manifest too: what Hugging Face and Megatron-LM write has none."""
+    command, *options = argv
+    there = tmp_path / "there"
+    assert main([command, str(models / "llama"), str(there), *options]) == 0
+    assert (there / name).is_file()
+    (there / "manifest.json").unlink(missing_ok=True)
+    capsys.readouterr()
+    assert main(["inspect", str(there)]) == 0
+    assert "UNKNOWN" in capsys.readouterr().out
+    whole = (there / name).read_bytes()
+    for damage in damages:
+        damage(there / name)
+        assert main(["inspect", str(there), "--json", str(tmp_path / "report.json")]) == 1
+        said = capsys.readouterr().out
+        assert "DAMAGED" in said
+        assert Path(name).name in said
+        assert json.loads((tmp_path / "report.json").read_text())["checksum"]["state"] == "damaged"
+        (there / name).write_bytes(whole)
+
+
+def test_inspect_finds_damage_by_the_manifest_where_the_rest_says_nothing(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = tmp_path / "there"
+    assert main(["to-megatron", str(models / "llama"), str(there)]) == 0
+    (there / "release" / ".metadata").unlink()  # by which the format is known
+    (there / "config.json").unlink()
+    capsys.readouterr()
+    assert main(["inspect", str(there)]) == 1
+    assert "DAMAGED: " in capsys.readouterr().out
 
 
 def test_what_tells_nothing_of_its_damage_is_an_error_and_no_crash(

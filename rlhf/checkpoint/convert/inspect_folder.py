@@ -16,7 +16,7 @@ from rlhf.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from rlhf.checkpoint.store.stored_metadata import read_metadata
 from rlhf.checkpoint.store.torch_dist import COMMON_FILE
 from rlhf.checkpoint.whole import find_damage
-from rlhf.errors import CheckpointError
+from rlhf.errors import CheckpointError, DamagedError
 from rlhf.families.files import HfFolder
 from rlhf.families.folder import SINGLE_FILE, weight_files
 from rlhf.families.registry import logical_tensors, read_json
@@ -65,7 +65,7 @@ class Inspection:
     kind: str
     models: tuple[Model, ...]
     num_files: int
-    """With weights."""
+    """With weights; 0 where damage lets nothing be told."""
     num_blocks: int
     """Stored: tensors of a Hugging Face folder, items of a distributed checkpoint."""
     num_bytes: int
@@ -79,7 +79,8 @@ class Inspection:
         lines = [f"{self.path}: {self.kind}{step}"]
         for model in self.models:
             lines += _model_lines(model)
-        lines.append(f"  files     {self.num_files}, {self.num_blocks} blocks, {self.num_bytes:,} bytes")
+        if self.num_files:
+            lines.append(f"  files     {self.num_files}, {self.num_blocks} blocks, {self.num_bytes:,} bytes")
         lines.append(f"  checksum  {self.integrity.state.upper()}: {self.integrity.what}")
         return "\n".join(lines)
 
@@ -101,8 +102,32 @@ def inspect(given: Given, *, check: bool) -> Inspection:
     """Look at a folder. One process; reads headers, and with `check` every byte that a manifest has a checksum of.
 
     Raises:
-        CheckpointError: There is no checkpoint.
+        CheckpointError: There is no checkpoint, or one that is whole and of no kind that is known here.
     """
+    try:
+        return _inspect(given, check=check)
+    except CheckpointError as error:
+        damage = str(error) if isinstance(error, DamagedError) else _damage_of(given.path)
+        if damage is None:
+            raise
+    return Inspection(
+        path=given.path,
+        kind="a checkpoint that cannot be read",
+        models=(),
+        num_files=0,
+        num_blocks=0,
+        num_bytes=0,
+        step=None,
+        integrity=Integrity(state="damaged", what=damage),
+    )
+
+
+def _damage_of(path: Path) -> str | None:
+    """Of a folder with a manifest: what of it is missing or changed."""
+    return find_damage(path, group=None) if (path / MANIFEST_FILE).is_file() else None
+
+
+def _inspect(given: Given, *, check: bool) -> Inspection:
     place = find_stored(given.path) if given.path.is_dir() else None
     if place is not None:
         return _inspect_stored(place, given, check=check)
@@ -128,17 +153,20 @@ def _inspect_hf(given: Given) -> Inspection:
 
 def _inspect_stored(place: StoredPlace, given: Given, *, check: bool) -> Inspection:
     items = read_metadata(place.inner)
-    names = {name for ones in items.values() for name, _ in ones}
+    ends: dict[str, int] = {}
+    for ones in items.values():
+        for name, item in ones:
+            ends[name] = max(ends.get(name, 0), item.start + item.num_bytes)
     roles = [given.role] if given.role else roles_in(items.keys())
     return Inspection(
         path=place.folder,
         kind=place.kind,
         models=tuple(_model_in(place, replace(given, role=role), role) for role in roles),
-        num_files=len(names),
+        num_files=len(ends),
         num_blocks=sum(len(ones) for ones in items.values()),
-        num_bytes=sum(path.stat().st_size for name in names if (path := place.inner / name).is_file()),
+        num_bytes=sum(path.stat().st_size for name in ends if (path := place.inner / name).is_file()),
         step=_step_of(place),
-        integrity=_integrity(place, names, check=check),
+        integrity=_integrity(place, ends, check=check),
     )
 
 
@@ -193,14 +221,19 @@ def _step_of(place: StoredPlace) -> int | None:
     return int(number) if number.isdecimal() else None
 
 
-def _integrity(place: StoredPlace, names: set[str], *, check: bool) -> Integrity:
+def _integrity(place: StoredPlace, ends: Mapping[str, int], *, check: bool) -> Integrity:
+    """`ends`: at least how many bytes each data file has."""
     found = _against_manifest(place.folder, check=check)
     if found is not None:
         return found
-    lost = sorted(name for name in names if not (place.inner / name).is_file())
-    if lost:
-        return Integrity(state="damaged", what=f"no {lost[0]}, which .metadata names")
-    return Integrity(state="unknown", what=f"no {MANIFEST_FILE}, so no checksums; all files are there")
+    for name, end in sorted(ends.items()):
+        path = place.inner / name
+        if not path.is_file():
+            return Integrity(state="damaged", what=f"no {name}, which .metadata names")
+        if path.stat().st_size < end:
+            what = f"{name} ends at byte {path.stat().st_size}, and .metadata names bytes up to {end}"
+            return Integrity(state="damaged", what=what)
+    return Integrity(state="unknown", what=f"no {MANIFEST_FILE}, so no checksums; all files are there, none too short")
 
 
 def _against_manifest(folder: Path, *, check: bool) -> Integrity | None:

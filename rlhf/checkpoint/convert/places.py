@@ -11,7 +11,7 @@ from rlhf.checkpoint.convert.options import Given
 from rlhf.checkpoint.folder import LATEST_FILE
 from rlhf.checkpoint.store.stored_metadata import METADATA_FILE
 from rlhf.checkpoint.store.torch_dist import BACKEND_FILE, COMMON_FILE
-from rlhf.errors import CheckpointError
+from rlhf.errors import CheckpointError, DamagedError
 from rlhf.families.folder import find_folder
 from rlhf.families.registry import head_of, read_json, spec_of
 from rlhf.families.spec import Head, ModelSpec, RopeScaling
@@ -69,7 +69,7 @@ def find_stored(path: Path) -> StoredPlace | None:
     if (path / TRACKER_FILE).is_file():
         inner = path / tracked_name(path)
         if not inner.is_dir():
-            raise CheckpointError(
+            raise DamagedError(
                 f"{path / TRACKER_FILE}: names {inner.name}, which is missing; needs that folder; fetch it again"
             )
         if not _is_stored(inner):

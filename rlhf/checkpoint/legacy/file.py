@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from rlhf.checkpoint.legacy.admitted import only_admitted
-from rlhf.errors import CheckpointError
+from rlhf.errors import CheckpointError, DamagedError
 from rlhf.families.raw_tensor import RawTensor
 
 FILE_NAME = "model_optim_rng.pt"
@@ -71,9 +71,9 @@ def read_legacy_file(path: Path) -> LegacyFile:
 
 def _unpickled(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
-        raise CheckpointError(f"{path}: no such file; needs one for each rank that Megatron-LM's args name")
+        raise DamagedError(f"{path}: no such file; needs one for each rank that Megatron-LM's args name")
     if not zipfile.is_zipfile(path):
-        raise CheckpointError(
+        raise DamagedError(
             f"{path}: no zip archive, as torch.save writes since 1.6, or cut short; needs a whole one; fetch it again, "
             "or load and save an older one with a newer torch"
         )
@@ -87,9 +87,9 @@ def _unpickled(path: Path) -> Mapping[str, Any]:
                 )
             found = torch.load(path, map_location="meta", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, KeyError, EOFError, OSError, TypeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({_first_line(error)}); needs a whole file") from error
+        raise DamagedError(f"{path}: cannot be read ({_first_line(error)}); needs a whole file") from error
     except (AttributeError, IndexError, AssertionError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path}: cannot be read ({_first_line(error)}); needs a whole file") from error
+        raise DamagedError(f"{path}: cannot be read ({_first_line(error)}); needs a whole file") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: holds a {type(found).__name__}; needs Megatron-LM's dict of model and args")
     return found
@@ -127,7 +127,7 @@ def _stored(name: str, tensor: Tensor, places: Mapping[int, int], path: Path) ->
     storage = tensor.untyped_storage()
     start = getattr(storage, "_checkpoint_offset", -1)
     if places.get(start, -1) < storage.nbytes():
-        raise CheckpointError(f"{path}: no elements of {name} where they should be; needs a whole file; fetch it again")
+        raise DamagedError(f"{path}: no elements of {name} where they should be; needs a whole file; fetch it again")
     if not tensor.is_contiguous() or not tensor.dtype.is_floating_point:
         raise CheckpointError(
             f"{path}: {name} is {tensor.dtype} of strides {tensor.stride()}; needs floating point in row-major order; "

@@ -11,7 +11,7 @@ from pathlib import Path
 from rlhf.checkpoint.convert.plan import target_layout
 from rlhf.checkpoint.legacy.file import FILE_NAME, LegacyFile, read_legacy_file
 from rlhf.config.parallel import ParallelConfig
-from rlhf.errors import CheckpointError
+from rlhf.errors import CheckpointError, DamagedError
 from rlhf.mcore.groups import expert_grid, model_grid
 from rlhf.reshard.layout import ModelLayout
 
@@ -75,7 +75,7 @@ class LegacyFiles:
         if wanted != set(names):
             missing, needless = sorted(wanted - set(names)), sorted(set(names) - wanted)
             said = f"no {missing[0]}" if missing else f"{needless[0]}, which is of another layout"
-            raise CheckpointError(
+            raise DamagedError(
                 f"{folder}: {said}; needs {len(wanted)} folders for tp {tp}, pp {pp}, ep {ep} of its args; "
                 "fetch it again"
             )

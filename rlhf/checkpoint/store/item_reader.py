@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlhf.checkpoint.store.file_plan import StoredItem, contiguous_parts
 from rlhf.checkpoint.store.item import envelope
-from rlhf.errors import CheckpointError
+from rlhf.errors import DamagedError
 from rlhf.reshard.block import Block
 from rlhf.reshard.checksum import inside
 from rlhf.reshard.layout import Box
@@ -35,7 +35,7 @@ class Wanted:
 class ItemReader:
     """Reads items of one data file.
 
-    Local. Raises CheckpointError, naming file and tensor, when the file is missing, cut short, or holds no such item.
+    Local. Raises DamagedError, naming file and tensor, when the file is missing, cut short, or holds no such item.
     """
 
     def __init__(self, path: Path, room: Tensor) -> None:
@@ -44,7 +44,7 @@ class ItemReader:
         try:
             self._handle = os.open(path, os.O_RDONLY)
         except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}; needs the data file that .metadata names") from error
+            raise DamagedError(f"{path}: {error.strerror}; needs the data file that .metadata names") from error
 
     def __enter__(self) -> "ItemReader":
         return self
@@ -74,7 +74,7 @@ class ItemReader:
         while filled < len(memory):
             got = os.preadv(self._handle, [memory[filled:]], start + filled)
             if got == 0:
-                raise CheckpointError(
+                raise DamagedError(
                     f"{self._path}: ends {len(memory) - filled} bytes too early for {item.key}; needs all bytes that "
                     ".metadata names; the file was cut short"
                 )
@@ -92,13 +92,13 @@ class ItemReader:
             tensor = torch.load(cast(IO[bytes], _Part(self._handle, item)), map_location="meta", weights_only=True)
         except (RuntimeError, UnpicklingError, EOFError, ValueError, LookupError, zipfile.BadZipFile) as error:
             said = next(iter(str(error).splitlines()), "it ends before it begins")
-            raise CheckpointError(
+            raise DamagedError(
                 f"{self._path}: no tensor at byte {item.start} for {item.key} ({said}); needs "
                 "what torch.save writes; the file is damaged"
             ) from error
         fits = isinstance(tensor, Tensor) and (tuple(tensor.shape), tensor.dtype) == (item.box.shape, item.dtype)
         if not fits or not tensor.is_contiguous():
-            raise CheckpointError(
+            raise DamagedError(
                 f"{self._path}: {item.key} {item.box.spans} is {_said(tensor)} there; needs a contiguous tensor "
                 f"{list(item.box.shape)} of {item.dtype}; .metadata and file do not belong together"
             )

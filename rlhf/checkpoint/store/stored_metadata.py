@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from rlhf.checkpoint.store.box_index import Spans
 from rlhf.checkpoint.store.file_plan import StoredItem
-from rlhf.errors import CheckpointError
+from rlhf.errors import CheckpointError, DamagedError
 from rlhf.reshard.layout import Box
 
 METADATA_FILE = ".metadata"
@@ -111,9 +111,7 @@ class StoredItems(Sequence[tuple[str, StoredItem]]):
         path, key, chunk = self._path, self._key, self._tensor.chunks[at]
         place = self._found.storage_data.get(MetadataIndex(key, chunk.offsets))
         if not isinstance(place, filesystem._StorageInfo) or not vars(place).keys() >= _PLACE:
-            raise CheckpointError(
-                f"{path}: block {at} of {key} lies nowhere; needs a place for each; the file is damaged"
-            )
+            raise DamagedError(f"{path}: block {at} of {key} lies nowhere; needs a place for each; the file is damaged")
         if getattr(place, "transform_descriptors", None):
             raise CheckpointError(
                 f"{path}: {key} is stored through {place.transform_descriptors}; needs items as torch.save writes "
@@ -140,13 +138,11 @@ def read_metadata(folder: Path) -> Mapping[str, StoredItems]:
     try:
         found = _Unpickler(BytesIO(path.read_bytes())).load()
     except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, LookupError, MemoryError) as error:
-        raise CheckpointError(
+        raise DamagedError(
             f"{path}: cannot be read ({error}); needs checkpoint metadata; the file is damaged"
         ) from error
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
-        raise CheckpointError(
-            f"{path}: holds {type(found).__name__}; needs torch's checkpoint Metadata with its places"
-        )
+        raise DamagedError(f"{path}: holds {type(found).__name__}; needs torch's checkpoint Metadata with its places")
     return {
         key: StoredItems(path, found, key, tensor)
         for key, tensor in found.state_dict_metadata.items()
