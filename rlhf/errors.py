@@ -45,6 +45,10 @@ class WeightSyncError(RlhfError):
     """After a weight sync the engine does not hold the trainer's weights."""
 
 
+class MismatchError(RlhfError):
+    """Engines and trainer give other log-probs to the same tokens than the limits allow, and the policy is to stop."""
+
+
 class PeerLostError(WeightSyncError, RuntimeError):
     """What another rank was to give cannot be had. Where that rank has died, its death ends the job, not this error."""
 

@@ -28,6 +28,8 @@ from rlhf.trainers.checkpointing import TrainedRole
 from rlhf.trainers.driver_state import DriverState
 from rlhf.trainers.evaluation import Evaluation
 from rlhf.trainers.experience import PPOModels
+from rlhf.trainers.mismatch.replay import Replays
+from rlhf.trainers.mismatch.watch import MismatchWatch
 from rlhf.trainers.ownership import Ownership
 from rlhf.trainers.phases import Phases
 from rlhf.trainers.policy_sync import PolicySync
@@ -85,6 +87,13 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
         TrainedRole("critic", critic.model, critic.optimizer),
     ]
     checkpoints = make_checkpoints(config, roles, {"reference": reference.model}, export, site)
+    phases = Phases(site.timers, engine)
+    policy_sync = PolicySync(
+        sync,
+        actor_params=lambda: current_params(actor.model) if actor.model else {},
+        engine=engine,
+        trained=trained_tensors(config.actor),
+    )
     return PPOLoop(
         config=config,
         rank=rank,
@@ -93,16 +102,28 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
         everyone=site.everyone,
         prompts=owner.prompts if owner else None,
         engine=engine,
-        policy_sync=PolicySync(
-            sync,
-            actor_params=lambda: current_params(actor.model) if actor.model else {},
-            engine=engine,
-            trained=trained_tensors(config.actor),
-        ),
+        policy_sync=policy_sync,
         scorer=scorer,
         models=PPOModels(actor, critic, reference),
+        watch=MismatchWatch(
+            config.mismatch,
+            Replays(
+                rank=rank,
+                group=site.everyone,
+                actor=actor,
+                calls=calls,
+                engine=engine,
+                leads=owner is not None,
+                policy_sync=policy_sync,
+                awake=phases.evaluation,
+                sampling=config.rollout.sampling,
+            ),
+            dtype=config.actor.model.dtype,
+            folder=RunFolder(site.ranks.run_folder),
+            note=partial(note, site),
+        ),
         calls=calls,
-        phases=Phases(site.timers, engine),
+        phases=phases,
         save=partial(export, Path(config.save_hf)) if config.save_hf else None,
         start=DriverState.from_dict(site.resume.record.state) if site.resume else DriverState.start(config),
         evaluates_first=site.resume is None or not site.resume.is_own,

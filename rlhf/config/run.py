@@ -8,6 +8,7 @@ from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.config.checks import at_least, between, folder_name, one_of, refuse
 from rlhf.config.data import DataConfig, RewardConfig
 from rlhf.config.job import JobConfig
+from rlhf.config.mismatch import MismatchConfig
 from rlhf.config.model import FrozenRoleConfig, TrainedRoleConfig
 from rlhf.config.profile import ProfileConfig
 from rlhf.config.rollout import RolloutConfig, SamplingConfig
@@ -95,6 +96,8 @@ class PPORunConfig:
     """The algorithm."""
     sync: SyncConfig = field(default_factory=SyncConfig)
     """Weights from actor to engines."""
+    mismatch: MismatchConfig = field(default_factory=MismatchConfig)
+    """Log-probs of engines against the trainer's."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Held-out problems."""
     save_hf: str = ""

@@ -31,22 +31,28 @@ def score_logprobs(
         found = policy_outputs(model, hidden, targets, temperature=temperature, with_entropy=with_entropy)
         return (found.logprobs, found.entropy) if with_entropy else (found.logprobs,)
 
-    scored = _score(model, sequences, finish, microbatch_tokens)
+    scored = score_columns(model, sequences, finish, microbatch_tokens)
     return None if scored is None else (scored[0], scored[1] if with_entropy else None)
 
 
 def score_values(model: MegatronModel, sequences: Sequences, *, microbatch_tokens: int) -> Ragged | None:
     """Values of the states before each response token; otherwise as `score_logprobs`."""
-    scored = _score(model, sequences, lambda hidden, _: (value_outputs(model, hidden).values,), microbatch_tokens)
+    scored = score_columns(
+        model, sequences, lambda hidden, _: (value_outputs(model, hidden).values,), microbatch_tokens
+    )
     return None if scored is None else scored[0]
 
 
-def _score(
+def score_columns(
     model: MegatronModel,
     sequences: Sequences,
     finish: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
     microbatch_tokens: int,
 ) -> list[Ragged] | None:
+    """What `finish` makes of hidden states [R, H] and the response tokens [R] that they predict, [R] each.
+
+    Collective over the model's pool; None outside its last stage.
+    """
     plan, packed = pack_microbatches(model, sequences, microbatch_tokens)
 
     def keep(hidden: Tensor, number: int) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -147,9 +147,19 @@ class MismatchMetrics:
     """Log-probs of the sampled tokens: rollout engine against trainer, same weights."""
 
     mean: float
-    """Mean absolute difference over response tokens, in nats."""
+    """Mean absolute difference over the tokens compared, in nats."""
     max: float
     """Largest absolute difference, in nats."""
+    ratio: float
+    """Mean importance ratio, the trainer's probability of a token by the engine's; about 1 where both are right."""
+    kl: float
+    """k3 estimate of the divergence of the engine's distribution from the trainer's, in nats per token."""
+    tokens: float
+    """Tokens compared: drawn by the engines with the weights of this step."""
+    other_tokens: float
+    """Tokens not compared, since an earlier version of the weights drew them."""
+    breach: float
+    """1 in a step that passed a limit of the settings mismatch.*, else 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

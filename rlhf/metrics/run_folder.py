@@ -190,6 +190,16 @@ class RunFolder:
         """Timeline of a step that profile.steps names: `json` (Chrome trace) or `png`."""
         return self.path / "timeline" / f"step_{step:06d}.{ending}"
 
+    def mismatch(self, step: int, ending: str) -> Path:
+        """What was found when engines and trainer differed at a step: `json`, or `txt` for people."""
+        return self.path / "mismatch" / f"step_{step:06d}.{ending}"
+
+    def write_mismatch(self, step: int, found: Mapping[str, object], text: str) -> None:
+        """Write both, each whole or not at all."""
+        self.mismatch(step, "json").parent.mkdir(exist_ok=True)
+        write_whole(self.mismatch(step, "json"), strict_json(dict(found), indent=2) + "\n")
+        write_whole(self.mismatch(step, "txt"), text + "\n")
+
     def torch_trace(self, step: int, rank: int) -> Path:
         """What torch.profiler saw of such a step on one rank."""
         return self.path / "timeline" / f"step_{step:06d}_rank_{rank}.json"
@@ -221,8 +231,8 @@ class RunFolder:
         self._write("config.yaml", config_yaml)
 
     def _files_after(self, step: int) -> list[Path]:
-        """Sample dumps and timelines of later steps, and what a crash left of an earlier cut."""
-        found = [*(self.path / "samples").glob("step_*"), *(self.path / "timeline").glob("step_*")]
+        """Sample dumps, timelines and mismatches of later steps, and what a crash left of an earlier cut."""
+        found = [path for name in ("samples", "timeline", "mismatch") for path in (self.path / name).glob("step_*")]
         parts = list(self.path.glob(".*.jsonl.[0-9]*"))
         return parts + [path for path in found if int(re.split(r"[_.]", path.name)[1]) > step]
 

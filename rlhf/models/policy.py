@@ -1,13 +1,17 @@
 """A language model in its role: log-probs of responses, and updates when it is the actor."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import torch
+
 from rlhf.data.batch import PolicyRows, Sequences, TokenScores
+from rlhf.data.ragged import Ragged
 from rlhf.mcore.groups import ModelGroups
 from rlhf.mcore.model import MegatronModel
 from rlhf.mcore.optimizer import Optimizer
+from rlhf.mcore.readings import Reading, score_readings
 from rlhf.mcore.score import score_logprobs
 from rlhf.models.calls import Deal, PendingAnswer, PendingRows, RoleCalls
 from rlhf.models.minibatches import Cut, LossMaker, UpdateReport, run_minibatches
@@ -41,6 +45,27 @@ class Policy:
         return self.calls.dispatch_rows(
             deal, self._logprobs, sequences, owners=owners, result=TokenScores, name=self.name
         )
+
+    def readings(
+        self, sequences: Sequences, *, readings: Sequence[Reading], owners: tuple[int, ...]
+    ) -> PendingRows[TokenScores]:
+        """Log-probs of the responses under each reading, each row in a forward pass of its own; for a few rows.
+
+        A row of the result has `len(readings)` times as many numbers as its response has tokens, reading after reading.
+        `readings` are the same on all ranks; `owners` as in `logprobs`.
+        """
+        deal = Deal(tuple(range(len(owners))), self.groups.grid)
+
+        def run(rows: Sequences) -> TokenScores:
+            assert self.model is not None, f"{self.name} has no model on this rank"
+            with self.phase(f"score/{self.name}"):
+                columns = score_readings(self.model, rows, readings, microbatch_tokens=1)
+            if columns is None:
+                return TokenScores.empty()
+            found = [torch.cat(of_row) for of_row in zip(*(column.rows() for column in columns), strict=True)]
+            return TokenScores(Ragged.of(found, dtype=torch.float32))
+
+        return self.calls.dispatch_rows(deal, run, sequences, owners=owners, result=TokenScores, name=self.name)
 
     def update(
         self,

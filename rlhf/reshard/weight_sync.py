@@ -82,6 +82,11 @@ class WeightSync:
             self._way = _Way(routes, group, device, near=near, verify=verify, quarantine=quarantine, span=span)
             self.certificate = self._way.certify()
 
+    @property
+    def num_tensors(self) -> int:
+        """Logical tensors of a complete transfer; 0 on a rank of neither pool."""
+        return 0 if self._way is None else self._way.num_tensors
+
     def update_weights(
         self,
         src_params: Mapping[str, Tensor],
@@ -108,6 +113,17 @@ class WeightSync:
                 disagree on what changed; on all ranks.
         """
         return NOTHING_MOVED if self._way is None else self._way.run(src_params, dst_params, changed)
+
+    def compare(
+        self, src_params: Mapping[str, Tensor], dst_params: Mapping[str, Tensor] | WindowSink
+    ) -> tuple[Mismatch, ...] | None:
+        """What the two sides hold otherwise, over all elements; nothing is moved. Collective over the group.
+
+        None where the destination holds nothing that could be compared: before the first transfer, after `forget`, a
+        failure or a release of memory; and on a rank of neither pool. Where something differs, the next transfer sends
+        all. Arguments and errors as in `update_weights`.
+        """
+        return None if self._way is None else self._way.compare(src_params, dst_params)
 
     def forget(self) -> None:
         """The destination may have lost its weights (restart, release of memory): the next transfer sends all.
@@ -148,6 +164,11 @@ class _Way:
         if near:
             topology, gather = self._plan.topology, self._numbers.gather
             self._transport = near_transport(self._transport, group, topology, device, gather)
+
+    @property
+    def num_tensors(self) -> int:
+        """Logical tensors of a complete transfer."""
+        return self._routes.route().num_tensors
 
     def certify(self) -> Certificate:
         """Prove this rank's part, compare both ends of every pair, and gather all ranks' traffic. Collective."""
@@ -193,6 +214,18 @@ class _Way:
             differed=differed,
             left_out=left_out,
         )
+
+    def compare(
+        self, src_params: Mapping[str, Tensor], dst_params: Mapping[str, Tensor] | WindowSink
+    ) -> tuple[Mismatch, ...] | None:
+        """See `WeightSync.compare`."""
+        src, dst, route, is_fresh = self._agree(src_params, dst_params, ())
+        if is_fresh:
+            return None
+        self.complete_next = True  # until all went well
+        _, found = self._transfer(route, src, dst, EVERYTHING)
+        self.complete_next = bool(found)
+        return found
 
     def _next_turn(self, is_fresh: bool) -> Turn | None:
         """What this transfer compares: everything when the destination's weights are all new, else as configured."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from torch import Tensor
 
 from rlhf.reshard.stats import ReshardStats
+from rlhf.reshard.verify import Mismatch
 from rlhf.reshard.weight_sync import WeightSync
 from rlhf.rollout.engine import RolloutEngine
 
@@ -48,6 +49,24 @@ class PolicySync:
         if self._engine is not None:
             self._engine.weights_updated(policy_version)
         return stats
+
+    @property
+    def num_tensors(self) -> int:
+        """Logical tensors of the model; 0 on ranks of neither pool."""
+        return 0 if self._sync is None else self._sync.num_tensors
+
+    def compare(self) -> tuple[Mismatch, ...] | None:
+        """Blocks of the engines' weights that differ from the actor's as they are now; nothing is moved.
+
+        None where the engines hold no weights that could be compared, and on ranks of neither pool. Collective as
+        `update_weights`.
+        """
+        if self._sync is None:
+            return None
+        found = self._sync.compare(self._actor_params(), self._engine.params() if self._engine is not None else {})
+        if found is not None and self._engine is not None and self._version is not None:
+            self._engine.weights_updated(self._version)  # ends what an engine behind a sink takes for an update
+        return found
 
     def forget(self) -> None:
         """This rank's engine may have lost its weights (restart, release of memory): all are sent the next time.

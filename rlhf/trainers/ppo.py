@@ -20,6 +20,7 @@ from rlhf.trainers.driver_state import DriverState, next_state
 from rlhf.trainers.evaluation import Evaluation, EvaluationResult
 from rlhf.trainers.experience import PPOModels, make_experience, policy_rows, value_rows
 from rlhf.trainers.losses import make_policy_loss, make_value_loss
+from rlhf.trainers.mismatch.watch import MismatchWatch
 from rlhf.trainers.ownership import Ownership
 from rlhf.trainers.phases import Phases
 from rlhf.trainers.policy_sync import PolicySync
@@ -49,6 +50,7 @@ class PPOLoop:
     policy_sync: PolicySync
     scorer: Scorer | None
     models: PPOModels
+    watch: MismatchWatch
     calls: RoleCalls
     phases: Phases
     timers: Timers
@@ -99,10 +101,11 @@ class PPOLoop:
             experience = make_experience(
                 shaped, self.models, config, kl_coef=state.kl_coef, owners=owners, owners_group=self.owners_group
             )
+            mismatch = self.watch.look(experience, state, left_out=self._is_left_out(sync))
             critic_report, actor_report = self._update(state, experience, owners)
             self.calls.flush()
         samples = samples_of(experience, config, solved_at=self.config.eval.solved_at)
-        part = StepPart(samples, actor=actor_report, critic=critic_report, sync=sync)
+        part = StepPart(samples, actor=actor_report, critic=critic_report, sync=sync, mismatch=mismatch)
         return next_state(state, experience, config, everyone=self.everyone), experience, part
 
     def _update(

@@ -78,6 +78,8 @@ class StepPart:
     """On the critic's ranks."""
     sync: ReshardStats | None = None
     """On the ranks of actor and engines."""
+    mismatch: MismatchMetrics | None = None
+    """Of all ranks together, the same on each."""
 
 
 def samples_of(experience: Experience, config: PPOConfig, *, solved_at: float) -> dict[str, Sample]:
@@ -87,7 +89,6 @@ def samples_of(experience: Experience, config: PPOConfig, *, solved_at: float) -
     rollout = scored.rollout
     short, long = length_penalties(rollout.responses.lengths, config.length_penalty)
     kl = kl_estimate(experience.old_logprobs.values, experience.ref_logprobs.values, estimator=config.kl_estimator)
-    difference = (rollout.rollout_logprobs.values - experience.old_logprobs.values).abs()
     numbers = {
         "score": scored.scores[scored.valid],
         "shaped": shaped.rewards[shaped.counts],
@@ -104,7 +105,6 @@ def samples_of(experience: Experience, config: PPOConfig, *, solved_at: float) -
         "value": experience.values.values[mask],
         "return": experience.returns.values[mask],
         "error": (experience.returns.values - experience.values.values)[mask],
-        "mismatch": difference[mask],
     }
     return {name: Sample.of(values) for name, values in numbers.items()}
 
@@ -161,7 +161,7 @@ def combine(parts: Mapping[int, StepPart], state: DriverState) -> StepMetrics:
         ),
         actor=_actor_metrics(actor) if actor else None,
         critic=_critic_metrics(critic) if critic else None,
-        mismatch=MismatchMetrics(mean=total["mismatch"].mean, max=max(0.0, total["mismatch"].high)),
+        mismatch=next((part.mismatch for part in parts.values() if part.mismatch), None),
         sync=_sync_metrics(sync, state.policy_version) if sync else None,
         rate=RateMetrics(
             tokens_per_s=all_tokens / time["step"].max,

@@ -1,0 +1,74 @@
+"""What a triage has seen of a few sequences. Data only; `verdict.py` judges it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rlhf.mcore.readings import Reading
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedRow:
+    """One sequence of the step; all tensors are over its response, [T]."""
+
+    sample_id: int
+    prompt_tokens: int
+    is_drawn: bool
+    """Chosen at random; else because it was among the worst."""
+    responses: Tensor
+    """int64."""
+    counts: Tensor
+    """bool: drawn by the version that is compared."""
+    rollout_logprobs: Tensor
+    """The engine's."""
+    old_logprobs: Tensor
+    """The trainer's, as the step had them."""
+    alone: Tensor
+    """The trainer's, with the row alone in its forward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """An engine's new answer to the prompt of one of the rows, and the trainer's score of it, alone."""
+
+    engine: int
+    """First rank of the engine."""
+    row: int
+    """Which of the replayed rows."""
+    responses: Tensor
+    """int64 [T']."""
+    rollout_logprobs: Tensor
+    """float32 [T']."""
+    trainer: Tensor
+    """float32 [T']."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCheck:
+    """Engines' weights against the actor's, element by element."""
+
+    was_possible: bool
+    """False where engines had given their weights back; they were sent again before the replay."""
+    tensors: tuple[str, ...] = ()
+    """Logical tensors that differ."""
+    of: int = 0
+    """Logical tensors in all."""
+    text: str = ""
+    """The first blocks that differ, with their checksums."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """All that the verdict rests on."""
+
+    rows: tuple[ReplayedRow, ...]
+    readings: Mapping[Reading, tuple[Tensor, ...]]
+    """The trainer's log-probs of each row's response under other readings of its logits, each row alone."""
+    alone: tuple[Again, ...]
+    """Prompts asked one at a time."""
+    together: tuple[Again, ...]
+    """The same prompts in one batch."""
+    weights: WeightCheck
+    sampling: Reading
+    """As the config has it; the log-probs of both sides are without renormalisation."""
