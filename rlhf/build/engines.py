@@ -1,16 +1,13 @@
 """Rollout engines, and the standing transfer of the actor's weights into them."""
 
-import importlib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
 
 import torch
 
+from rlhf.build.engine_factories import engine_factory
 from rlhf.build.roles import spec_of_role
 from rlhf.config.run import PPORunConfig
 from rlhf.data.tokenizer import TextOf
-from rlhf.errors import ConfigError
 from rlhf.families.registry import read_spec
 from rlhf.families.spec import Head
 from rlhf.mcore.layout import megatron_layout
@@ -18,12 +15,8 @@ from rlhf.reshard.quarantine import OnMismatch
 from rlhf.reshard.topology import Fanout
 from rlhf.reshard.verify import Verify
 from rlhf.reshard.weight_sync import WeightSync
-from rlhf.rollout.engine import EngineFactory, RolloutEngine
-from rlhf.rollout.native.engine import NativeEngine
-from rlhf.rollout.sglang.engine import SGLangEngine
+from rlhf.rollout.engine import RolloutEngine
 from rlhf.trainers.site import Site
-
-ENGINES: Mapping[str, EngineFactory] = {"native": NativeEngine, "sglang": SGLangEngine}
 
 
 def make_engine(config: PPORunConfig, folder: Path, stop_ids: tuple[int, ...], site: Site) -> RolloutEngine | None:
@@ -33,7 +26,7 @@ def make_engine(config: PPORunConfig, folder: Path, stop_ids: tuple[int, ...], s
     tp_group, cpu_group = factory.device_group(sets), factory.cpu_group(sets)
     if site.ranks.rank not in rollout.ranks:
         return None
-    return _engine_factory(rollout.engine)(
+    return engine_factory(rollout.engine)(
         read_spec(folder),
         rollout,
         tp_group=tp_group if rollout.tp > 1 else None,
@@ -59,7 +52,7 @@ def make_weight_sync(config: PPORunConfig, site: Site) -> WeightSync | None:
         return None
     return WeightSync(
         megatron_layout(spec, config.actor.parallel, head=Head.LM, dtype=dtype),
-        _engine_factory(rollout.engine).layout_of(spec, rollout, dtype=dtype),
+        engine_factory(rollout.engine).layout_of(spec, rollout, dtype=dtype),
         topology=site.topology,
         group=group,
         device=site.ranks.device,
@@ -72,15 +65,3 @@ def make_weight_sync(config: PPORunConfig, site: Site) -> WeightSync | None:
         engines=rollout.engines,
         span=site.span,
     )
-
-
-def _engine_factory(name: str) -> EngineFactory:
-    if name in ENGINES:
-        return ENGINES[name]
-    module, _, attribute = name.partition(":")
-    try:
-        return cast(EngineFactory, getattr(importlib.import_module(module), attribute))
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"rollout.engine: {name} cannot be loaded ({error}); needs package.module:factory; change it"
-        ) from error

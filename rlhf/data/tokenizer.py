@@ -88,13 +88,13 @@ def check_vocabulary(
             )
 
 
-def eos_token_ids(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> tuple[int, ...]:
+def eos_token_ids(tokenizer: "PreTrainedTokenizerBase | None", folder: Path) -> tuple[int, ...]:
     """Token ids that end a response: the tokenizer's own first, then those of generation_config.json and config.json.
 
     Raises:
         CheckpointError: None of the three names one.
     """
-    found = [tokenizer.eos_token_id]
+    found = [] if tokenizer is None else [tokenizer.eos_token_id]
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         if path.exists():

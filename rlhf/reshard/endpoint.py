@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlhf.errors import LayoutError
 from rlhf.reshard.checksum import Place, Weighted, sums_in, twice
-from rlhf.reshard.execute import Destination, LocalParams, Params
+from rlhf.reshard.execute import Destination, LocalParams, Params, Source
 from rlhf.reshard.routes import Route, Routes
 from rlhf.reshard.windowed import Windowed
 from rlhf.reshard.windows import Manifest, WindowSink
@@ -24,7 +24,7 @@ class Endpoint(Protocol):
     def begin(self, route: Route) -> None:
         """The transfer starts."""
 
-    def into(self, route: Route, src: LocalParams, device: torch.device) -> Destination:
+    def into(self, route: Route, src: Source, device: torch.device) -> Destination:
         """What takes the blocks."""
 
     def sums(self, places: Sequence[Place], *, brief: bool) -> Sequence[int]:
@@ -46,7 +46,7 @@ class InPlace:
     def begin(self, route: Route) -> None:
         """See `Endpoint.begin`."""
 
-    def into(self, route: Route, src: LocalParams, device: torch.device) -> Destination:
+    def into(self, route: Route, src: Source, device: torch.device) -> Destination:
         """See `Endpoint.into`."""
         return Params(route.part, src, self._params, device)
 
@@ -82,7 +82,7 @@ class Behind:
         """See `Endpoint.begin`."""
         self._sink.begin(_manifest(route), self._dtype)
 
-    def into(self, route: Route, src: LocalParams, device: torch.device) -> Destination:
+    def into(self, route: Route, src: Source, device: torch.device) -> Destination:
         """See `Endpoint.into`."""
         return Windowed(_manifest(route).windows, route.receives, route.sends, src, self._sink)
 

@@ -39,6 +39,13 @@ class LocalParams:
         return self._params[one.param].detach()[one.param_box(box).slices]
 
 
+class Source(Protocol):
+    """Where one rank's blocks come from: its own parameters (`LocalParams`), or weights at rest."""
+
+    def view(self, tensor: str, box: Box) -> Tensor:
+        """A block of a logical tensor."""
+
+
 class Destination(Protocol):
     """Where one rank's blocks go: its own parameters (`Params`), or windows on those of another process."""
 
@@ -72,7 +79,7 @@ class Params:
 
     keeps = True
 
-    def __init__(self, part: RankPlan, src: LocalParams, dst: LocalParams, device: torch.device) -> None:
+    def __init__(self, part: RankPlan, src: Source, dst: LocalParams, device: torch.device) -> None:
         self._part, self._src, self._dst, self._device = part, src, dst, device
         self._has_own = False
 

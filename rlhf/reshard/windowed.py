@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from rlhf.reshard.bucket import Bucket, Message
-from rlhf.reshard.execute import LocalParams
+from rlhf.reshard.execute import Source
 from rlhf.reshard.layout import Box
 from rlhf.reshard.plan import Move
 from rlhf.reshard.windows import NUM_REGIONS, Window, WindowSink
@@ -21,7 +21,7 @@ class Windowed:
         windows: Sequence[Window],
         receives: Sequence[Message],
         sends: Sequence[Message],
-        src: LocalParams,
+        src: Source,
         sink: WindowSink,
     ) -> None:
         self._windows, self._src, self._sink = windows, src, sink

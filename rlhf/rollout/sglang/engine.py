@@ -28,7 +28,7 @@ from rlhf.rollout.sglang.meeting import environment_on_one_host
 from rlhf.rollout.sglang.process import HostPort, HostProcess
 from rlhf.rollout.sglang.responses import report_times, rollout_of
 from rlhf.rollout.sglang.server_args import ENVIRONMENT, NO_VERSION, Place, cpu_environment, sampling_args, server_args
-from rlhf.rollout.sglang.sink import SchedulerSink
+from rlhf.rollout.sglang.sink import SchedulerSink, check_models
 from rlhf.rollout.sglang.team import Team
 from rlhf.rollout.sglang.wire import Errand, Order, Response
 from rlhf.rollout.stopping import Decode
@@ -40,8 +40,9 @@ _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.floa
 class SGLangEngine:
     """A `RolloutEngine` on SGLang; see there for the methods and `EngineFactory` for the arguments.
 
-    The engine's processes are children of the leader rank. It starts from random weights and answers nothing before a
-    first update, which comes in through `params`, a `WindowSink`, and ends with `weights_updated`.
+    The engine's processes are children of the leader rank; without a `cpu_group` one process speaks for all tp ranks.
+    It starts from random weights and answers nothing before a first update, which comes in through `params`, a
+    `WindowSink` (or through `sinks`), and ends with `weights_updated`.
 
     A sample's tokens depend on its seed, not on the batch, for SGLang draws by a sampler of ours (`sampling.py`); up to
     rounding, since SGLang's matrix products on a row may depend on how many rows there are.
@@ -74,20 +75,20 @@ class SGLangEngine:
         self._eos_token_ids, self._on_progress, self._decode = eos_token_ids, on_progress, decode
         self._performance = performance
         self._team = Team(cpu_group)
-        if self._team.size != config.tp:
+        if cpu_group is not None and self._team.size != config.tp:
             raise EngineError(f"{WHERE}: cpu_group has {self._team.size} ranks, but rollout.tp = {config.tp}")
         self._prompts: list[PromptBatch] = []
         self._sampling: list[dict[str, Any]] = []
         self._version, self._awake = NO_VERSION, True
         self._folder: Path | None = None
         self._host: HostProcess | None = None
-        self._sink: SchedulerSink | None = None
+        self._sinks: tuple[SchedulerSink, ...] = ()
         self._port: HostPort | None = None
         place = Place(device.type, *self._team.gpus(device), _DTYPE_NAMES[dtype])
         try:
             self._team.together(lambda: self._start(place, log_folder))
-            self._sink = self._open_sink(cpu_group, device)
-            self._sink.check_model()
+            self._sinks = self._open_sinks(cpu_group, device)
+            check_models(self._sinks)
             self._end_update(NO_VERSION)
         except BaseException:
             self.close()
@@ -136,8 +137,12 @@ class SGLangEngine:
 
     def params(self) -> SchedulerSink:
         """See `RolloutEngine.params`: the weights are in SGLang's processes, and come in through this rank's sink."""
-        assert self._sink is not None, "made with the engine"
-        return self._sink
+        assert len(self._sinks) == 1, "a rank that speaks for all of the engine's has several: sinks()"
+        return self._sinks[0]
+
+    def sinks(self) -> tuple[SchedulerSink, ...]:
+        """As `params`, the sinks of all tp ranks that this process speaks for: its own, or all where it is alone."""
+        return self._sinks
 
     def ask_schedulers(self, errand: Errand) -> list[Any] | None:
         """Run an errand on every scheduler outside of an update; on the leader its values by tp rank. Collective."""
@@ -161,8 +166,8 @@ class SGLangEngine:
 
     def close(self) -> None:
         """See `RolloutEngine.close`; ends the engine's processes and no others. Not collective; idempotent."""
-        if self._sink is not None:
-            self._sink.close()
+        for sink in self._sinks:
+            sink.close()
         if self._host is not None:
             self._host.close()
         if self._folder is not None:
@@ -178,18 +183,28 @@ class SGLangEngine:
         assert self._host is not None, "only the leader asks, and it has started the host"
         return self._host
 
-    def _open_sink(self, cpu_group: ProcessGroup | None, device: torch.device) -> SchedulerSink:
+    def _open_sinks(self, cpu_group: ProcessGroup | None, device: torch.device) -> tuple[SchedulerSink, ...]:
+        """This rank's sink; without a group those of all tp ranks, the leader's first."""
         self._port = None if self._host is None else HostPort(self._host)
-        return SchedulerSink(
-            self._spec,
-            Sizes(self._config.tp, self._config.sglang.ep),
-            tp_rank=self._team.rank,
-            dtype=_DTYPE_NAMES[self._dtype],
-            port=self._port,
-            cpu_group=cpu_group,
-            device=device,
-            reply_limit_s=self._config.sglang.reply_limit_s,
-        )
+
+        def sink(tp_rank: int, others: tuple[SchedulerSink, ...] = ()) -> SchedulerSink:
+            away = tp_rank - self._team.rank
+            return SchedulerSink(
+                self._spec,
+                Sizes(self._config.tp, self._config.sglang.ep),
+                tp_rank=tp_rank,
+                dtype=_DTYPE_NAMES[self._dtype],
+                port=None if away else self._port,
+                cpu_group=cpu_group,
+                device=device if device.type == "cpu" else torch.device("cuda", (device.index or 0) + away),
+                reply_limit_s=self._config.sglang.reply_limit_s,
+                others=others,
+            )
+
+        if cpu_group is not None:
+            return (sink(self._team.rank),)
+        others = tuple(sink(tp_rank) for tp_rank in range(1, self._config.tp))
+        return (sink(0, others), *others)
 
     def _end_update(self, version: str) -> None:
         self._team.together(lambda: self._alive.call("end_update", version))
@@ -238,7 +253,7 @@ class SGLangEngine:
         options, rank = self._config.sglang, dist.get_rank() if dist.is_initialized() else 0
         self._folder = Path(tempfile.mkdtemp(prefix=f"rlhf_{os.getpid()}_engine_"))
         (self._folder / "config.json").write_text(json.dumps(hf_config(self._spec, dtype=place.dtype)))
-        threads = torch.get_num_threads()
+        threads = max(1, torch.get_num_threads() * self._team.size // self._config.tp)
         changes = ENVIRONMENT | {"TMPDIR": str(self._folder), "OMP_NUM_THREADS": str(threads)}
         changes |= environment_on_one_host(self._folder)
         if place.device == "cpu":

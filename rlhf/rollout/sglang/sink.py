@@ -51,8 +51,12 @@ class SchedulerSink:
         device: torch.device,
         limit_s: float = 60.0,
         reply_limit_s: float = math.inf,
+        others: Sequence["SchedulerSink"] = (),
     ) -> None:
         """Collective over `cpu_group` (None: an engine of one rank). `port`: on the leader alone.
+
+        Where one process speaks for all tp ranks, it makes the sinks of the others first, and gives them to the
+        leader's; that one is then opened first and closed last.
 
         `device` is where the transport of the sync works; `limit_s` is how long a scheduler may take to call back,
         `reply_limit_s` to answer; one that takes longer counts as hung.
@@ -61,7 +65,7 @@ class SchedulerSink:
         self._port, self._device, self._limit_s, self._reply_limit_s = port, device, limit_s, reply_limit_s
         self._tp_rank = tp_rank
         self._door = Door()
-        self._doors = [self._door.name]
+        self._doors = [self._door.name, *(one._door.name for one in others)]
         if cpu_group is not None:
             found: list[Any] = [None] * dist.get_world_size(cpu_group)
             dist.all_gather_object(found, self._door.name, group=cpu_group)
@@ -83,13 +87,7 @@ class SchedulerSink:
         Raises:
             LayoutError: The first difference.
         """
-        self._open()
-        try:
-            table = self._ask({"do": "describe"})["table"]
-        finally:
-            self.end()
-        found = {name: (tuple(shape), dtype) for name, (shape, dtype) in table.items()}
-        check_table(self._spec, self._sizes, self._dtype, found, where=f"rollout.sglang, tp rank {self._tp_rank}")
+        check_models([self])
 
     def forget(self) -> None:
         """The engine's weights were released or are lost; all ranks of the engine call."""
@@ -222,3 +220,20 @@ class SchedulerSink:
         if "error" in answer:
             raise WeightSyncError(f"{self._peer}: {answer['error']}")
         return answer
+
+    def _compare_model(self) -> None:
+        table = self._ask({"do": "describe"})["table"]
+        found = {name: (tuple(shape), dtype) for name, (shape, dtype) in table.items()}
+        check_table(self._spec, self._sizes, self._dtype, found, where=f"rollout.sglang, tp rank {self._tp_rank}")
+
+
+def check_models(sinks: Sequence[SchedulerSink]) -> None:
+    """`SchedulerSink.check_model` of the sinks that one process has of an engine, the leader's first."""
+    try:
+        for sink in sinks:
+            sink._open()
+        for sink in sinks:
+            sink._compare_model()
+    finally:
+        for sink in reversed(sinks):
+            sink.end()
