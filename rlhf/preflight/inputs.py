@@ -22,7 +22,9 @@ from rlhf.families.published import find_published
 from rlhf.families.registry import logical_tensors, read_spec
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.rollout.native.layout import check_tp
-from rlhf.rollout.sglang.layout import Sizes, check_cpu_sizes, check_sizes
+from rlhf.rollout.sglang.arguments import check_names
+from rlhf.rollout.sglang.cpu import check_cpu_options, check_cpu_sizes
+from rlhf.rollout.sglang.layout import Sizes, check_sizes
 
 Role = TrainedRoleConfig | FrozenRoleConfig
 
@@ -106,11 +108,8 @@ def _check_generation(config: PPORunConfig, specs: dict[str, ModelSpec], faults:
     _check_place("reward.function", config.reward.function)
     if config.rollout.engine == "sglang":
         _check_sglang(config.rollout)
-        if config.rollout.sglang.deterministic and config.job.device == "cpu":
-            refuse(
-                "rollout.sglang.deterministic: true given, but job.device = cpu, where SGLang has no such attention; "
-                "set rollout.sglang.deterministic=false"
-            )
+        if config.job.device == "cpu":
+            check_cpu_options(config.rollout.sglang)
     elif config.rollout.engine != "native":
         _check_place("rollout.engine", config.rollout.engine)
     if actor is not None and config.rollout.engine in _TP_RULES and not faults.doubts(r"rollout\.(tp|sglang\.ep)"):
@@ -121,6 +120,7 @@ def _check_generation(config: PPORunConfig, specs: dict[str, ModelSpec], faults:
 
 
 def _check_sglang(config: RolloutConfig) -> None:
+    check_names(config.sglang)
     if config.sglang.python:
         if shutil.which(config.sglang.python) is None:
             refuse(f"rollout.sglang.python: {config.sglang.python} is no program; needs an interpreter; change it")

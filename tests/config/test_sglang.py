@@ -16,12 +16,14 @@ from rlhf.errors import ConfigError
         ("enable_aiter_allreduce_fusion=true", "options of aiter repack"),
         ("torchao_config=int4wo-128", "options of torchao repack"),
         ("cpu_offload_gb=4", "options of offload repack"),
-        ("tp_size=4", "tp_size is not free"),
+        ("tp_size=4", r"tp_size has a setting of its own here; set rollout\.tp"),
+        ("chunked_prefill_size=4096", r"has a setting of its own here; set rollout\.sglang\.chunked_prefill_size"),
+        ("disable_radix_cache=true", r"set rollout\.sglang\.radix_cache"),
         ("load_format=auto", "load_format is not free"),
-        ("speculative_algorithm=EAGLE", "speculative_algorithm is not free"),
+        ("speculative_algorithm=EAGLE", "speculative decoding is not for training: a sync brings"),
         ("enable_lora=true", "enable_lora is not free"),
-        ("chunked_prefill_size", "needs NAME=VALUE"),
-        ("chunked_prefill_size=", "has no value"),
+        ("page_size", "needs NAME=VALUE"),
+        ("page_size=", "has no value"),
     ],
 )
 def test_options_that_would_break_a_sync_or_are_the_engines_own_are_refused_by_name(args: str, message: str) -> None:
@@ -32,7 +34,27 @@ def test_options_that_would_break_a_sync_or_are_the_engines_own_are_refused_by_n
 def test_attention_on_amx_is_refused_and_other_options_are_taken() -> None:
     with pytest.raises(ConfigError, match="options of amx repack"):
         SGLangConfig(attention_backend="intel_amx")
-    assert SGLangConfig(attention_backend="fa3", extra_args=("chunked_prefill_size=4096", "schedule_policy=fcfs"))
+    assert SGLangConfig(attention_backend="fa3", extra_args=("page_size=16", "disable_overlap_schedule=true"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantization": "fp8"}, "options of quant repack or quantise weights, which a sync would not undo"),
+        ({"speculative_algorithm": "EAGLE"}, "a draft model would guess by old ones"),
+        ({"schedule_policy": "fifo"}, "needs one of fcfs, lpm"),
+        ({"sampling_backend": "torch"}, "needs one of by_seed, pytorch, flashinfer"),
+        ({"kv_cache_dtype": "int8"}, "needs one of auto, bfloat16, fp8_e4m3"),
+        ({"log_level": "verbose"}, "needs one of debug, info"),
+        ({"mem_fraction_static": 1.5}, "needs 0.0 to 0.95"),
+        ({"chunked_prefill_size": -2}, "needs at least -1"),
+        ({"deterministic": True, "decode_attention_backend": "flashmla"}, "needs one of auto, fa3"),
+        ({"deterministic": True, "sampling_backend": "flashinfer"}, "it draws by no seeds"),
+    ],
+)
+def test_typed_options_are_refused_by_name_with_what_is_needed(options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SGLangConfig(**options)
 
 
 def test_experts_are_shared_out_among_the_ranks_of_an_engine() -> None:

@@ -279,9 +279,9 @@ def test_what_sglang_has_on_gpus_only_is_refused_where_the_job_is_on_cpus(
     check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlhf.preflight.inputs._check_sglang", lambda config: None)  # as where it is installed
-    words = ("rollout.engine=sglang", "rollout.sglang.deterministic=true")
+    words = ("rollout.engine=sglang", "rollout.sglang.attention_backend=fa3")
     code, _, err = check(*words, "job.device=cpu")
     assert code == 2
-    assert "rollout.sglang.deterministic: true given, but job.device = cpu" in err
+    assert "rollout.sglang.attention_backend: fa3 given on a CPU" in err
     assert "ffn_size = 56 on a CPU, where SGLang pads each share to a multiple of 32" in err
     assert check(*words, "job.device=cuda")[0] == 0

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from rlhf.config.rollout import RolloutConfig, SamplingConfig
+from rlhf.config.sglang import BY_SEED
 from rlhf.data.batch import PromptBatch, Rollout
 from rlhf.dist.job import environment_of_no_rank
 from rlhf.errors import EngineError
@@ -23,11 +24,12 @@ from rlhf.rollout.admission import check_can_stop, check_fits, check_vocabulary
 from rlhf.rollout.engine import ProgressFn
 from rlhf.rollout.performance import PerformanceMonitor
 from rlhf.rollout.seeds import sample_seed
+from rlhf.rollout.sglang.cpu import cpu_environment
 from rlhf.rollout.sglang.layout import Sizes, sglang_layout
 from rlhf.rollout.sglang.meeting import environment_on_one_host
 from rlhf.rollout.sglang.process import HostPort, HostProcess
 from rlhf.rollout.sglang.responses import report_times, rollout_of
-from rlhf.rollout.sglang.server_args import ENVIRONMENT, NO_VERSION, Place, cpu_environment, sampling_args, server_args
+from rlhf.rollout.sglang.server_args import ENVIRONMENT, NO_VERSION, Place, sampling_args, server_args
 from rlhf.rollout.sglang.sink import SchedulerSink, check_models
 from rlhf.rollout.sglang.team import Team
 from rlhf.rollout.sglang.wire import Errand, Order, Response
@@ -266,6 +268,7 @@ class SGLangEngine:
                 server_args=server_args(
                     self._spec, self._config, place=place, model_folder=self._folder, run_seed=self._run_seed
                 ),
+                by_seed=options.sampling_backend == BY_SEED,
                 decode=b"" if self._decode is None else pickle.dumps(self._decode),
             ),
             python=options.python,

@@ -17,8 +17,9 @@ from math import nan
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rlhf.rollout.sglang.cpu import install_cpu_shim
 from rlhf.rollout.sglang.inside import LOADER, RPC, Entry, packed_errand, run_detokenizer, run_scheduler
-from rlhf.rollout.sglang.shim import die_with_parent, install_cpu_shim
+from rlhf.rollout.sglang.parent import die_with_parent
 from rlhf.rollout.sglang.wire import (
     Errand,
     Order,
@@ -62,7 +63,7 @@ def start_engine(order: Order) -> Any:
     from sglang.srt.entrypoints.engine import Engine  # noqa: PLC0415
 
     class HostedEngine(Engine):  # type: ignore[misc]  # without annotations
-        run_scheduler_process_func = Entry(partial(run_scheduler, order.decode), order.cpu, os.getpid())
+        run_scheduler_process_func = Entry(partial(run_scheduler, order.by_seed, order.decode), order.cpu, os.getpid())
         run_detokenizer_process_func = Entry(run_detokenizer, order.cpu, os.getpid())
 
     return HostedEngine(**order.server_args)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.rollout.sglang.sampling import prepare_scheduler
-from rlhf.rollout.sglang.shim import die_with_parent, install_cpu_shim
+from rlhf.rollout.sglang.cpu import install_cpu_shim
+from rlhf.rollout.sglang.parent import die_with_parent
+from rlhf.rollout.sglang.sampling import draw_by_seed, stop_by_strings
 from rlhf.rollout.sglang.wire import Errand, Outcome, write_outcome
 
 LOADER = "rlhf.rollout.sglang.inside.load_errand"
@@ -51,15 +52,18 @@ def _entered(run: Callable[..., None], cpu: bool, parent: int) -> Entry:
     return Entry(run, cpu, parent)
 
 
-def run_scheduler(decode: bytes, *args: Any, **kwargs: Any) -> None:
-    """A scheduler process; `decode` is that of `Order`."""
+def run_scheduler(by_seed: bool, decode: bytes, *args: Any, **kwargs: Any) -> None:
+    """A scheduler process; `by_seed` and `decode` are those of `Order`."""
     from sglang.srt.managers import scheduler  # noqa: PLC0415
 
     setattr(scheduler.Scheduler, RPC, _run_by_rpc)
     _tell_times()
     # Its load, for routers: a file in /dev/shm that a killed process would leave behind.
     scheduler.create_load_snapshot_writer = lambda *_, **__: None
-    prepare_scheduler(decode)
+    if by_seed:
+        draw_by_seed()
+    if decode:
+        stop_by_strings(decode)
     scheduler.run_scheduler_process(*args, **kwargs)
 
 

@@ -21,9 +21,6 @@ from rlhf.rollout.placement import engine_grid
 VOCAB_MULTIPLE = 64
 """SGLang pads the vocabulary to a multiple of this, and of this times tp where the first is no multiple of tp."""
 
-CPU_MLP_MULTIPLE = 32
-"""On CPUs SGLang pads each rank's share of an MLP to a multiple of this."""
-
 _LAYER_PARAM = {
     Part.ATTN_NORM: "input_layernorm.weight",
     Part.Q: "self_attn.qkv_proj.weight",
@@ -91,26 +88,6 @@ def check_sizes(spec: ModelSpec, sizes: Sizes) -> None:
     if size % share:
         raise LayoutError(
             f"rollout.tp: {tp} given, so that {share} ranks share {what} = {size}; needs a divisor; change rollout.tp"
-        )
-
-
-def check_cpu_sizes(spec: ModelSpec, sizes: Sizes) -> None:
-    """Raise LayoutError where SGLang pads or does not run the model on CPUs, though it does on GPUs."""
-    if sizes.ep > 1:
-        raise LayoutError(
-            f"rollout.sglang.ep: {sizes.ep} given on a CPU, where SGLang's experts do not run apart; needs 1, so that "
-            "ranks cut each expert; set rollout.sglang.ep=1"
-        )
-    what, size = ("moe_ffn_size", spec.moe_ffn_size) if spec.num_experts else ("ffn_size", spec.ffn_size)
-    if size % (CPU_MLP_MULTIPLE * sizes.tp):
-        raise LayoutError(
-            f"rollout.tp: {sizes.tp} ranks share {what} = {size} on a CPU, where SGLang pads each share to a multiple "
-            f"of {CPU_MLP_MULTIPLE}; needs shares that are one; change rollout.tp, or take rollout.engine=native"
-        )
-    if spec.num_kv_heads % sizes.tp:
-        raise LayoutError(
-            f"rollout.tp: {sizes.tp} ranks share num_kv_heads = {spec.num_kv_heads} on a CPU, where SGLang adds heads "
-            "until it can share them evenly; needs a divisor; change rollout.tp, or take rollout.engine=native"
         )
 
 

@@ -25,10 +25,9 @@ STOP, BEGUN = "rlhf_stop", "rlhf_begun"
 """Of a request's `custom_params`: its stop strings; how many of its input tokens begin the response."""
 
 
-def prepare_scheduler(decode: bytes) -> None:
-    """Give this process the sampler and the search; before its scheduler is made. `decode` is a pickled `Decode`."""
+def draw_by_seed() -> None:
+    """Have this process's scheduler draw by our sampler; before it is made."""
     from sglang.srt.layers.sampler import register_sampler_backend  # noqa: PLC0415
-    from sglang.srt.managers.schedule_batch import Req  # noqa: PLC0415
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo  # noqa: PLC0415
 
     register_sampler_backend(BACKEND, _sampler_by_seed)
@@ -41,10 +40,15 @@ def prepare_scheduler(decode: bytes) -> None:
         made.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(made.device, non_blocking=True)
         return made
 
-    if decode:
-        search = _Search(pickle.loads(decode))
-        Req._check_str_based_finish = lambda req, new_tokens=1: search.finish(req, new_tokens)
     SamplingBatchInfo.from_schedule_batch = classmethod(from_schedule_batch)
+
+
+def stop_by_strings(decode: bytes) -> None:
+    """Have this process's scheduler end responses by `StopStrings`; before it is made. `decode`: a pickled `Decode`."""
+    from sglang.srt.managers.schedule_batch import Req  # noqa: PLC0415
+
+    search = _Search(pickle.loads(decode))
+    Req._check_str_based_finish = lambda req, new_tokens=1: search.finish(req, new_tokens)
 
 
 def _sampler_by_seed() -> Any:

@@ -7,11 +7,13 @@ from typing import Any
 import yaml
 
 from rlhf.config.rollout import RolloutConfig, SamplingConfig
-from rlhf.errors import EngineError
+from rlhf.config.sglang import BY_SEED, SGLangConfig, argument_name
 from rlhf.families.spec import ModelSpec
 from rlhf.rollout.seeds import shifted
+from rlhf.rollout.sglang.arguments import check_names
+from rlhf.rollout.sglang.cpu import check_cpu_options, check_cpu_sizes, cpu_args
 from rlhf.rollout.sglang.inside import LOADER
-from rlhf.rollout.sglang.layout import Sizes, check_cpu_sizes
+from rlhf.rollout.sglang.layout import Sizes
 from rlhf.rollout.sglang.sampling import BACKEND, BEGUN, STOP
 
 SPARE_TOKENS = 64
@@ -44,18 +46,12 @@ def server_args(
     """Keyword arguments of SGLang's Engine; `model_folder` holds a config.json, no weights are read.
 
     Raises:
-        EngineError, LayoutError: The settings ask for what SGLang has on GPUs only.
+        ConfigError, LayoutError: The settings ask for what SGLang has on GPUs only, or not at all.
     """
     options = config.sglang
-    if place.device == "cpu" and options.deterministic:
-        raise EngineError(
-            "sglang engine: rollout.sglang.deterministic on a CPU, for which SGLang has no such attention; unset it"
-        )
-    if place.device == "cpu":
-        check_cpu_sizes(spec, Sizes(config.tp, options.ep))
     args: dict[str, Any] = {
         "model_path": str(model_folder),
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": True,  # tokens come in and go out; strings end responses by `stopping.py`
         "load_format": "dummy",  # random weights: the first sync brings all of them
         "custom_weight_loader": [LOADER],
         "weight_version": NO_VERSION,
@@ -69,28 +65,40 @@ def server_args(
         "max_total_tokens": config.kv_cache_tokens + SPARE_TOKENS,
         "context_length": spec.max_length + SPARE_TOKENS,
         "random_seed": run_seed & 0x7FFFFFFF,
+        "schedule_policy": options.schedule_policy,
+        "disable_radix_cache": not options.radix_cache,
+        "sampling_backend": BACKEND if options.sampling_backend == BY_SEED else options.sampling_backend,
         "grammar_backend": "none",
-        "sampling_backend": BACKEND,
         "sleep_on_idle": True,  # a scheduler that waits would else keep a core busy while models train
         "watchdog_timeout": options.reply_limit_s,
         "log_level": options.log_level,
     }
+    if options.chunked_prefill_size:
+        args["chunked_prefill_size"] = options.chunked_prefill_size
     if place.device == "cpu":
-        args |= {
-            "attention_backend": "torch_native" if options.attention_backend == "auto" else options.attention_backend,
-            "disable_cuda_graph": True,
-            "mem_fraction_static": 0.05,  # its sizes come from max_total_tokens
-        }
+        check_cpu_options(options)
+        check_cpu_sizes(spec, Sizes(config.tp, options.ep))
+        args |= cpu_args()
     else:
-        args |= {
-            "mem_fraction_static": options.mem_fraction,
-            "disable_cuda_graph": not options.cuda_graph,
-            "enable_memory_saver": True,
-            "enable_deterministic_inference": options.deterministic,
-        }
-        if options.attention_backend != "auto":
-            args["attention_backend"] = options.attention_backend
-    return args | {name: yaml.safe_load(value) for name, _, value in (t.partition("=") for t in options.extra_args)}
+        args |= _gpu_args(options)
+    check_names(options)
+    return args | {argument_name(text): yaml.safe_load(text.partition("=")[2]) for text in options.extra_args}
+
+
+def _gpu_args(options: SGLangConfig) -> dict[str, Any]:
+    backends = {
+        name: getattr(options, name) for name in (f"{of}attention_backend" for of in ("", "prefill_", "decode_"))
+    }
+    args = {
+        "mem_fraction_static": options.mem_fraction_static,
+        "disable_cuda_graph": not options.cuda_graph,
+        "enable_memory_saver": True,
+        "enable_deterministic_inference": options.deterministic,
+        "kv_cache_dtype": options.kv_cache_dtype,
+    }
+    if options.cuda_graph_max_batch:
+        args["cuda_graph_max_bs_decode"] = options.cuda_graph_max_batch
+    return args | {name: value for name, value in backends.items() if value != "auto"}
 
 
 def sampling_args(
@@ -112,17 +120,4 @@ def sampling_args(
         "ignore_eos": not ends,
         "sampling_seed": shifted(seed, prompt_tokens - 1),  # SGLang counts from the sequence's first token
         "custom_params": {STOP: list(sampling.stop), BEGUN: begun_tokens} if sampling.stop else None,
-    }
-
-
-def cpu_environment(tp: int, *, leader: int, threads: int, cores: list[int]) -> dict[str, str]:
-    """Variables of an engine on CPUs: `threads` cores for each of its ranks, beginning after those of earlier ranks.
-
-    SGLang wants to be told the cores; it binds to them where its kernels for CPUs are installed.
-    """
-    own = [[cores[((leader + rank) * threads + i) % len(cores)] for i in range(threads)] for rank in range(tp)]
-    return {
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, mine)) for mine in own),
-        "TORCHDYNAMO_DISABLE": "1",
     }

@@ -35,6 +35,8 @@ class Order:
     """Of SGLang."""
     cpu: bool
     """No GPU: the shim for CPUs comes first."""
+    by_seed: bool = True
+    """Schedulers draw by our sampler, not by SGLang's."""
     decode: bytes = b""
     """Pickled `rlhf.rollout.stopping.Decode`, for the schedulers; empty: no strings can end a response."""
 

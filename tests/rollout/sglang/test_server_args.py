@@ -9,12 +9,13 @@ import torch
 
 from rlhf.config.rollout import RolloutConfig, SamplingConfig
 from rlhf.config.sglang import SGLangConfig
-from rlhf.errors import EngineError, LayoutError
+from rlhf.errors import ConfigError, LayoutError
 from rlhf.families.registry import spec_of
 from rlhf.rollout.seeds import sample_seed, uniforms
-from rlhf.rollout.sglang.layout import Sizes, check_cpu_sizes
+from rlhf.rollout.sglang.cpu import check_cpu_sizes, cpu_environment
+from rlhf.rollout.sglang.layout import Sizes
 from rlhf.rollout.sglang.sampling import BEGUN, STOP
-from rlhf.rollout.sglang.server_args import Place, cpu_environment, sampling_args, server_args
+from rlhf.rollout.sglang.server_args import Place, sampling_args, server_args
 from tests.rollout.tiny import hf_model
 
 SPEC = replace(spec_of(hf_model("qwen2").config.to_dict(), where="tiny"), ffn_size=192)
@@ -34,19 +35,48 @@ def test_no_weights_are_read_and_all_of_the_cache_is_ours():
     assert args["attention_backend"] == "torch_native"
 
 
-def test_gpus_give_memory_back_and_more_arguments_are_read_as_yaml():
-    args = args_of("cuda", extra_args=("chunked_prefill_size=4096", "schedule_policy=fcfs"), cuda_graph=False)
+def test_gpus_give_memory_back_and_have_graphs_and_kernels_of_their_own():
+    args = args_of(
+        "cuda",
+        chunked_prefill_size=4096,
+        schedule_policy="lpm",
+        radix_cache=False,
+        cuda_graph_max_batch=48,
+        decode_attention_backend="fa3",
+        kv_cache_dtype="fp8_e5m2",
+        mem_fraction_static=0.4,
+        deterministic=True,
+        extra_args=("page_size=16", "enable_metrics=true"),
+    )
     assert args["enable_memory_saver"]
-    assert args["base_gpu_id"] == 4
-    assert args["disable_cuda_graph"]
-    assert "attention_backend" not in args
-    assert (args["chunked_prefill_size"], args["schedule_policy"]) == (4096, "fcfs")
+    assert args["enable_deterministic_inference"]
+    assert args["disable_radix_cache"]
+    assert not args["disable_cuda_graph"]
+    assert (args["base_gpu_id"], args["mem_fraction_static"], args["kv_cache_dtype"]) == (4, 0.4, "fp8_e5m2")
+    assert (args["chunked_prefill_size"], args["schedule_policy"]) == (4096, "lpm")
+    assert (args["cuda_graph_max_bs_decode"], args["decode_attention_backend"]) == (48, "fa3")
+    assert (args["page_size"], args["enable_metrics"]) == (16, True)
+    plain = args_of("cuda", cuda_graph=False)
+    assert plain["disable_cuda_graph"]
+    assert plain.keys().isdisjoint({"attention_backend", "chunked_prefill_size", "cuda_graph_max_bs_decode"})
 
 
-def test_deterministic_inference_is_refused_on_a_cpu():
-    assert args_of("cuda", deterministic=True)["enable_deterministic_inference"]
-    with pytest.raises(EngineError, match=r"rollout\.sglang\.deterministic on a CPU"):
-        args_of("cpu", deterministic=True)
+def test_our_sampler_takes_the_place_of_sglangs_torch_one():
+    assert args_of("cpu")["sampling_backend"] == args_of("cuda")["sampling_backend"] == "pytorch"
+    assert args_of("cuda", sampling_backend="flashinfer")["sampling_backend"] == "flashinfer"
+
+
+def test_on_a_cpu_deterministic_asks_for_nothing_and_what_gpus_alone_have_is_refused():
+    assert args_of("cpu", deterministic=True) == args_of("cpu")
+    for options, message in (
+        ({"attention_backend": "fa3"}, r"attention_backend: fa3 given on a CPU.*needs auto or torch_native"),
+        ({"decode_attention_backend": "triton"}, "decode_attention_backend: triton given on a CPU"),
+        ({"sampling_backend": "flashinfer"}, "which SGLang has on GPUs only; needs by_seed or pytorch"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "which SGLang has on GPUs only; needs auto"),
+    ):
+        assert args_of("cuda", **options)
+        with pytest.raises(ConfigError, match=message):
+            args_of("cpu", **options)
 
 
 def test_what_sglang_would_pad_or_not_run_on_a_cpu_is_refused_there():
