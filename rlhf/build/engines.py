@@ -16,10 +16,17 @@ from rlhf.reshard.topology import Fanout
 from rlhf.reshard.verify import Verify
 from rlhf.reshard.weight_sync import WeightSync
 from rlhf.rollout.engine import RolloutEngine
+from rlhf.rollout.performance import PerformanceMonitor
 from rlhf.trainers.site import Site
 
 
-def make_engine(config: PPORunConfig, folder: Path, stop_ids: tuple[int, ...], site: Site) -> RolloutEngine | None:
+def make_engine(
+    config: PPORunConfig,
+    folder: Path,
+    stop_ids: tuple[int, ...],
+    site: Site,
+    performance: PerformanceMonitor | None = None,
+) -> RolloutEngine | None:
     """This rank's part of its engine; None outside the rollout pool. Collective over the job."""
     rollout, factory = config.rollout, site.ranks.groups
     sets = rollout.engines
@@ -39,6 +46,7 @@ def make_engine(config: PPORunConfig, folder: Path, stop_ids: tuple[int, ...], s
             f"rollout/generate {done}/{total}" if total else "start the engine"
         ),
         log_folder=site.ranks.run_folder / "logs",
+        performance=performance,
         decode=TextOf(folder),
     )
 

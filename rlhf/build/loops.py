@@ -24,6 +24,7 @@ from rlhf.metrics.run_folder import RunFolder
 from rlhf.models.calls import RoleCalls
 from rlhf.preflight.inputs import check_inputs
 from rlhf.reward.function import RewardFunction
+from rlhf.rollout.performance import PerformanceMonitor
 from rlhf.trainers.checkpointing import TrainedRole
 from rlhf.trainers.driver_state import DriverState
 from rlhf.trainers.evaluation import Evaluation
@@ -69,7 +70,8 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
     owner = _owner_side(config, folder, ownership, site)
     told = gather((owner.stop_ids, str(owner.prompts.report())) if owner else None, site.everyone)
     stop_ids, data_report = next(words for words in told if words is not None)
-    engine = make_engine(config, folder, stop_ids, site)
+    performance = PerformanceMonitor() if owner else None
+    engine = make_engine(config, folder, stop_ids, site, performance)
 
     calls = RoleCalls(rank, site.everyone, span=site.span)
     actor = make_policy("actor", config, config.actor, calls, site)
@@ -102,6 +104,7 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
         everyone=site.everyone,
         prompts=owner.prompts if owner else None,
         engine=engine,
+        performance=performance,
         policy_sync=policy_sync,
         scorer=scorer,
         models=PPOModels(actor, critic, reference),

@@ -163,6 +163,41 @@ class MismatchMetrics:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutMetrics:
+    """The step's training rollout, as the engines' leaders saw it; of all engines together."""
+
+    latency_p50_s: float
+    """Median time from handing a row to an engine to its end, over all rows."""
+    latency_p95_s: float
+    """The same, which 95 % of the rows do not exceed."""
+    first_token_p50_s: float
+    """Median time from handing a row to an engine to its first token."""
+    first_token_p95_s: float
+    """The same, which 95 % of the rows do not exceed."""
+    queue_p50_s: float
+    """Median time from handing a row to an engine until the engine began with it."""
+    queue_p95_s: float
+    """The same, which 95 % of the rows do not exceed."""
+    queue_mean: float
+    """Rows that wait in the engines, mean over the phase, sum over engines."""
+    queue_max: float
+    """Most rows that waited at a time in one engine."""
+    prefill_tokens_per_s: float
+    """Prompt tokens that an engine computed by the time in which any of its rows was before its first token, sum over
+    engines."""
+    decode_tokens_per_s: float
+    """Response tokens after the first by the time in which any row was after its first token, sum over engines."""
+    utilisation: float
+    """Share of the phase in which an engine had a row to work on, mean over engines."""
+    busy_spread: float
+    """Longest time that an engine had rows by the mean over engines; 1 when all end together."""
+    running_mean: float
+    """Rows an engine worked on at a time while it had any, mean over engines."""
+    cache_hits: float
+    """Share of prompt tokens that were not computed for their row: in the cache, or shared with another sample."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SyncMetrics:
     """The step's move of weights from actor to engines."""
 
@@ -245,6 +280,8 @@ class StepMetrics:
     """Fine-tuning."""
     mismatch: MismatchMetrics | None = None
     """Rollout engine against trainer."""
+    rollout: RolloutMetrics | None = None
+    """How the engines did."""
     sync: SyncMetrics | None = None
     """Weights to the engines."""
     rate: RateMetrics | None = None

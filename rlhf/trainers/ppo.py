@@ -15,6 +15,7 @@ from rlhf.models.calls import RoleCalls
 from rlhf.models.minibatches import Cut, UpdateReport
 from rlhf.reshard.stats import ReshardStats
 from rlhf.rollout.engine import RolloutEngine
+from rlhf.rollout.performance import PerformanceMonitor
 from rlhf.trainers.checkpointing import Checkpoints
 from rlhf.trainers.driver_state import DriverState, next_state
 from rlhf.trainers.evaluation import Evaluation, EvaluationResult
@@ -47,6 +48,8 @@ class PPOLoop:
     """None on ranks that own no rows, like the scorer."""
     engine: RolloutEngine | None
     """None on ranks outside the rollout pool."""
+    performance: PerformanceMonitor | None
+    """What its engine tells; None on ranks that lead no engine."""
     policy_sync: PolicySync
     scorer: Scorer | None
     models: PPOModels
@@ -105,7 +108,14 @@ class PPOLoop:
             critic_report, actor_report = self._update(state, experience, owners)
             self.calls.flush()
         samples = samples_of(experience, config, solved_at=self.config.eval.solved_at)
-        part = StepPart(samples, actor=actor_report, critic=critic_report, sync=sync, mismatch=mismatch)
+        part = StepPart(
+            samples,
+            actor=actor_report,
+            critic=critic_report,
+            sync=sync,
+            rollout=None if self.performance is None else self.performance.window(),
+            mismatch=mismatch,
+        )
         return next_state(state, experience, config, everyone=self.everyone), experience, part
 
     def _update(
@@ -150,7 +160,8 @@ class PPOLoop:
     def _generate(self, prompts: PromptBatch, *, left_out: bool = False) -> Rollout:
         if self.engine is None:
             return Rollout.empty()
-        with self.timers.phase("rollout/generate"):
+        measured = self.performance.measuring() if self.performance is not None else nullcontext()
+        with self.timers.phase("rollout/generate"), measured:
             if left_out:
                 return Rollout.unanswered(prompts)
             return self.engine.generate(prompts, self.config.rollout.sampling) or Rollout.empty()

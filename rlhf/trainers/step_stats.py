@@ -1,7 +1,7 @@
 """What each rank knows of a step, and what they make of it together."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from rlhf.metrics.names import (
     MismatchMetrics,
     RateMetrics,
     RewardMetrics,
+    RolloutMetrics,
     ShapingMetrics,
     StepMetrics,
     SyncMetrics,
@@ -27,6 +28,7 @@ from rlhf.metrics.spread import MinMeanMax
 from rlhf.models.minibatches import UpdateReport
 from rlhf.reshard.stats import ReshardStats
 from rlhf.reshard.topology import Link
+from rlhf.rollout.performance import PerformanceWindow, combined
 from rlhf.trainers.driver_state import DriverState, response_kl
 from rlhf.trainers.shaping import length_penalties
 
@@ -78,6 +80,8 @@ class StepPart:
     """On the critic's ranks."""
     sync: ReshardStats | None = None
     """On the ranks of actor and engines."""
+    rollout: PerformanceWindow | None = None
+    """On the leaders of engines."""
     mismatch: MismatchMetrics | None = None
     """Of all ranks together, the same on each."""
 
@@ -162,6 +166,7 @@ def combine(parts: Mapping[int, StepPart], state: DriverState) -> StepMetrics:
         actor=_actor_metrics(actor) if actor else None,
         critic=_critic_metrics(critic) if critic else None,
         mismatch=next((part.mismatch for part in parts.values() if part.mismatch), None),
+        rollout=_rollout_metrics([part.rollout for part in parts.values() if part.rollout]),
         sync=_sync_metrics(sync, state.policy_version) if sync else None,
         rate=RateMetrics(
             tokens_per_s=all_tokens / time["step"].max,
@@ -169,6 +174,13 @@ def combine(parts: Mapping[int, StepPart], state: DriverState) -> StepMetrics:
         ),
         time=time,
     )
+
+
+def _rollout_metrics(windows: Sequence[PerformanceWindow]) -> RolloutMetrics | None:
+    if not windows:
+        return None
+    found = combined(windows)
+    return RolloutMetrics(**{one.name: float(getattr(found, one.name)) for one in fields(RolloutMetrics)})
 
 
 def _sync_metrics(sync: ReshardStats, policy_version: int) -> SyncMetrics:

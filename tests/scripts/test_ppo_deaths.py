@@ -103,7 +103,7 @@ def steps_of(job: LaunchedJob) -> list[int]:
 
 def without_clocks(job: LaunchedJob) -> list[dict]:
     """Metrics as far as they do not depend on when they were measured, nor on which sync sent everything."""
-    changing = ("time/", "rate/", "clock/", "sync/")
+    changing = ("time/", "rate/", "rollout/", "clock/", "sync/")
     return [{k: v for k, v in line.items() if not k.startswith(changing)} for line in lines_of(job, "metrics.jsonl")]
 
 

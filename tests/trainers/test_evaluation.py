@@ -95,7 +95,7 @@ def _run(folder: Path, groups: GroupFactory, *overrides: str, evaluate: bool = T
 def _training(metrics: list[dict], samples: list[dict]) -> list[dict]:
     """All numbers that evaluation and the clock have no part in, and the training samples."""
     # an evaluation takes its time, and brings new weights before the next step does
-    aside = ("time/", "rate/", "clock/", "held_out/", "sync/")
+    aside = ("time/", "rate/", "rollout/", "clock/", "held_out/", "sync/")
     numbers = [{k: v for k, v in line.items() if not k.startswith(aside)} for line in metrics if line["step"]]
     return numbers + [sample for sample in samples if sample["split"] == "train"]
 

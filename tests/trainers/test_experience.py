@@ -1,7 +1,7 @@
 """Experience of known log-probs and values, against numbers worked out by hand."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from rlhf.data.batch import (
     TokenScores,
 )
 from rlhf.data.ragged import Ragged
+from rlhf.rollout.performance import PerformanceMonitor
 from rlhf.trainers.driver_state import DriverState
 from rlhf.trainers.experience import PPOModels, make_experience, sequences_of
 from rlhf.trainers.shaping import shape_rewards
@@ -130,6 +131,27 @@ def test_metrics_of_a_step():
     assert metrics.mismatch is None  # nobody compared
     assert metrics.rate.tokens_per_s == (3 + 3) / 2.0
     assert metrics.value.returns_mean == pytest.approx((0.95 + 0.6) / 2)
+
+
+def test_the_engines_of_all_leaders_are_told_as_one():
+    """Two engines, one busy for 8 of 10 s and one for 4; a third rank leads none."""
+    windows = []
+    for busy, tokens in ((8.0, 5), (4.0, 9)):
+        monitor = PerformanceMonitor(iter((0.0, 10.0)).__next__)
+        monitor.submitted([7], at=0.0)
+        monitor.begun([7], at=1.0)
+        monitor.first_token([7], at=2.0)
+        monitor.ended(7, prompt_tokens=4, cached_tokens=1, response_tokens=tokens, at=1.0 + busy)
+        windows.append(monitor.window())
+    parts = [replace(part_of(experience()), rollout=window) for window in (*windows, None)]
+    found = combine(dict(enumerate(parts)), state()).rollout
+    assert (found.latency_p50_s, found.queue_p95_s, found.first_token_p50_s) == (7.0, 1.0, 2.0)
+    assert found.utilisation == pytest.approx((0.8 + 0.4) / 2)
+    assert found.busy_spread == pytest.approx(8 / 6)
+    assert found.prefill_tokens_per_s == 3.0 + 3.0
+    assert found.decode_tokens_per_s == pytest.approx(4 / 7 + 8 / 3)
+    assert found.cache_hits == 0.25
+    assert combine({0: part_of(experience())}, state()).rollout is None
 
 
 def test_a_step_without_any_score_has_no_mean_reward():

@@ -131,7 +131,7 @@ def lines(path: Path) -> list[dict]:
 def metrics(path: Path) -> list[dict]:
     """Without clocks and, as the first sync after a start sends everything, without its bytes."""
     timed, sent = (
-        ("time/", "rate/", "clock/"),
+        ("time/", "rate/", "rollout/", "clock/"),
         ("sync/bytes", "sync/copied", "sync/node", "sync/far", "sync/worst", "sync/tens"),
     )
     kept = lines(path / "metrics.jsonl")

@@ -88,7 +88,7 @@ def gone_on_with(
 
 def metrics(folder: Path, name: str, after: int, until: int) -> list[dict[str, float]]:
     """Of some steps, without clocks, rounding differences and bytes of syncs."""
-    left_out = ("time/", "rate/", "clock/", "sync/", "mismatch/")
+    left_out = ("time/", "rate/", "rollout/", "clock/", "sync/", "mismatch/")
     return [
         {key: value for key, value in line.items() if not key.startswith(left_out)}
         for line in lines(folder / "runs" / name / "metrics.jsonl", after, until)
