@@ -40,7 +40,8 @@ _COPIED = (
 )
 """Files that make a checkpoint folder usable and that no training changes."""
 
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of config.json that no spec holds and a model needs to begin and end its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ class HfWriter:
         """
         if source_folder is not None:
             source = read_json(source_folder / "config.json")
-            config = {**config, **{key: source[key] for key in _TOKEN_IDS if key in source}}
+            config = {**config, **{key: source[key] for key in TOKEN_IDS if key in source}}
             for path in carried_files(source_folder):
                 target = self._partial / path.relative_to(source_folder)
                 target.parent.mkdir(exist_ok=True)

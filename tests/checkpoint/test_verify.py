@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf.checkpoint.convert.command import main
+from rlhf.checkpoint.convert.hf import HfWeights
+from rlhf.checkpoint.convert.to_hf import model_config
 from rlhf.checkpoint.verify import logits
 from rlhf.checkpoint.verify.logits import parity
 
@@ -123,6 +125,30 @@ def test_a_missing_or_other_tokenizer_is_a_difference(models: Path, tmp_path: Pa
     assert (code, [row["name"] for row in report["config"] if not row["same"]]) == (1, ["tokenizer_config.json"])
 
 
+def test_other_special_tokens_and_another_generation_config_are_differences(models: Path, tmp_path: Path) -> None:
+    one = changed(models / "llama", tmp_path / "one", eos_token_id=[7, 9], bos_token_id=1, pad_token_id=3)
+    assert main(["to-megatron", str(one), str(tmp_path / "there")]) == 0
+    assert verify(tmp_path, one, tmp_path / "there", "--no-logits")[0] == 0
+    for key, value in (("bos_token_id", 2), ("eos_token_id", 7), ("pad_token_id", None)):
+        other = changed(one, tmp_path / key, **{key: value})
+        code, report = verify(tmp_path, tmp_path / "there", other, "--no-logits")
+        assert (code, [row["name"] for row in report["config"] if not row["same"]]) == (1, [key])
+    (one / "generation_config.json").write_text('{"eos_token_id": 8}')
+    code, report = verify(tmp_path, one, tmp_path / "there", "--no-logits")
+    assert (code, [row["name"] for row in report["config"] if not row["same"]]) == (1, ["generation_config.json"])
+
+
+def test_a_model_with_another_head_than_its_folder_keeps_the_special_tokens(models: Path, tmp_path: Path) -> None:
+    """As a critic that was trained from a language model's folder."""
+    source = changed(models / "llama", tmp_path / "source", eos_token_id=[7, 9], bos_token_id=1)
+    weights = HfWeights(models / "reward")
+    weights.hf_files = source
+    made = model_config(weights, torch.float32)
+    assert made["architectures"] == ["LlamaForSequenceClassification"]
+    assert (made["eos_token_id"], made["bos_token_id"]) == ([7, 9], 1)
+    assert made["pad_token_id"] is None  # as the folder says
+
+
 def test_a_value_head_is_compared_and_has_no_logits(models: Path, there: Path, tmp_path: Path) -> None:
     code, report = verify(tmp_path, models / "reward", there / "reward")
     assert (code, report["logits"], report["no_logits"]) == (0, None, "the model has a value head")
@@ -142,4 +168,7 @@ def test_parity_is_relative_to_the_largest_logit() -> None:
     near, far = torch.tensor([[3.0, -40.0], [1.0, 2.0]]), torch.tensor([[3.0, -40.0], [1.0, 2.0 + 0.0041]])
     assert parity([near], [near + 0.0039]).is_same
     assert not parity([near], [far]).is_same
-    assert not parity([near], [near + float("nan")]).is_same
+    nan = near + float("nan")
+    for expected, found in (([near], [nan]), ([near, near], [near, nan]), ([near, near], [nan, near])):
+        assert not parity(expected, found).is_same
+    assert not parity([nan, near], [nan, near]).is_same  # nothing is proved by it

@@ -11,7 +11,7 @@ from rlhf.checkpoint.convert.outcome import Outcome, peak_bytes
 from rlhf.checkpoint.convert.ranks import Crew, refuse_existing
 from rlhf.checkpoint.convert.sources import Wanted, Weights, common_dtype
 from rlhf.families.registry import hf_config, logical_tensors, read_json, spec_of
-from rlhf.families.writer import HfWriter
+from rlhf.families.writer import TOKEN_IDS, HfWriter
 from rlhf.reshard.layout import Box
 
 READ_BYTES = 256 * 2**20
@@ -87,7 +87,10 @@ def rows_of(shape: tuple[int, ...], item_bytes: int, most: int = READ_BYTES) -> 
 
 
 def model_config(weights: Weights, dtype: torch.dtype) -> dict[str, object]:
-    """The model's own config.json where there is one, for it may hold keys that only other tools know."""
+    """The model's own config.json where there is one, for it may hold keys that only other tools know.
+
+    Where it is of another head or other numbers, a new one with its special tokens.
+    """
     name = str(dtype).removeprefix("torch.")
     made = hf_config(weights.spec, head=weights.head, dtype=name)
     if weights.hf_files is None:
@@ -95,5 +98,5 @@ def model_config(weights: Weights, dtype: torch.dtype) -> dict[str, object]:
     path = weights.hf_files / "config.json"
     own = read_json(path)
     if own.get("architectures") != made["architectures"] or spec_of(own, where=str(path)) != weights.spec:
-        return made
+        return {**made, **{key: own[key] for key in TOKEN_IDS if key in own}}
     return {**own, **{key: name for key in ("dtype", "torch_dtype") if key in own}}

@@ -5,8 +5,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from rlhf.checkpoint.convert.sources import Weights
+from rlhf.families.registry import read_json
 from rlhf.families.spec import ModelSpec
-from rlhf.families.writer import carried_files
+from rlhf.families.writer import TOKEN_IDS, carried_files
 
 _NOT_OF_MEGATRON = frozenset({"family", "init_std", "max_positions", "rope_scaling"})
 """Fields of a spec that Megatron-LM's args do not tell, or not all of it, or that change no output."""
@@ -27,7 +28,7 @@ class Row:
 
 
 def compare_configs(first: Weights, second: Weights) -> tuple[Row, ...]:
-    """Each number of the two specs, what else either checkpoint says of its model, and the carried files' contents."""
+    """Numbers of the specs, what Megatron-LM's args say of them, special tokens, contents of the carried files."""
     rows = [Row("head", first.head.value, second.head.value)]
     rows += [
         Row(field.name, _said(getattr(first.spec, field.name)), _said(getattr(second.spec, field.name)))
@@ -36,6 +37,8 @@ def compare_configs(first: Weights, second: Weights) -> tuple[Row, ...]:
     for side in (first, second):
         rows += _args_rows(side)
     if first.hf_files is not None and second.hf_files is not None:
+        configs = [read_json(folder / "config.json") for folder in (first.hf_files, second.hf_files)]
+        rows += [Row(key, *(_said(config.get(key)) for config in configs)) for key in TOKEN_IDS]
         rows += _file_rows(first.hf_files, second.hf_files)
     return tuple(rows)
 

@@ -79,15 +79,20 @@ def compare_logits(first: Weights, second: Weights) -> Parity | None:
 
 
 def parity(expected: Sequence[Tensor], found: Sequence[Tensor]) -> Parity:
-    """Of logits [T, vocabulary] for each prompt."""
+    """Of logits [T, vocabulary] for each prompt. What is not a number anywhere makes the largest none."""
     pairs = list(zip(expected, found, strict=True))
     return Parity(
         num_prompts=len(pairs),
         num_tokens=sum(len(one) for one in expected),
-        largest_logit=max(one.abs().max().item() for one in expected),
-        largest_difference=max((a - b).abs().max().item() for a, b in pairs),
+        largest_logit=_largest(expected),
+        largest_difference=_largest([a - b for a, b in pairs]),
         same_choices=sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in pairs),
     )
+
+
+def _largest(ones: Sequence[Tensor]) -> float:
+    """Absolute; nan as soon as there is one, which Python's max would pass over."""
+    return float(torch.stack([one.abs().max() for one in ones]).max())
 
 
 def tokens_of(folder: Path, spec: ModelSpec) -> list[Tensor]:
