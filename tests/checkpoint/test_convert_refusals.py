@@ -103,9 +103,10 @@ def test_a_layout_that_cannot_hold_the_model_is_refused(
 
 def test_nothing_is_written_over_what_is_read(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(models / "llama", tmp_path / "models" / "llama")
-    for out in (tmp_path / "models", tmp_path / "models" / "llama"):
-        assert main(["to-hf", str(tmp_path / "models" / "llama"), str(out), "--overwrite"]) == 2
-        assert "is or holds what is read" in capsys.readouterr().err
+    for command in ("to-hf", "to-megatron"):
+        for out in (tmp_path / "models", tmp_path / "models" / "llama"):
+            assert main([command, str(tmp_path / "models" / "llama"), str(out), "--overwrite"]) == 2
+            assert "is or holds what is read" in capsys.readouterr().err
     assert (tmp_path / "models" / "llama" / "model.safetensors").is_file()
 
 

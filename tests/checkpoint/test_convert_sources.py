@@ -93,6 +93,10 @@ def test_a_damaged_text_of_a_training_checkpoint_is_named(
     for path, content, says in (
         (record, model(head="what"), "'what' is not a valid Head"),
         (record, model(head=None), "None is not a valid Head"),
+        (record, model(num_layers="4"), "num_layers is '4'; needs int"),
+        (record, model(tied_embeddings=0), "tied_embeddings is 0; needs bool"),
+        (record, model(norm_eps=True), "norm_eps is True; needs float"),
+        (record, model(family=None), "family is None; needs str"),
         (record, model(rope_scaling={"x": 1}), "unexpected keyword argument 'x'"),
         (step / "config.yaml", b"a: [", "no YAML"),
         (step / "config.yaml", b"\xff\xfe", "no YAML"),

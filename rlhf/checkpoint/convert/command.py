@@ -32,6 +32,7 @@ def main(argv: Sequence[str]) -> int:
     """The exit code. On every process, when there are several."""
     args = _parser().parse_args(argv)
     try:
+        options.check(args)
         return _COMMANDS[args.command](args)
     except (RlhfError, OSError) as error:
         sys.stderr.write(f"{error}\n")
@@ -49,14 +50,16 @@ def console() -> None:
 def _to_hf(args: argparse.Namespace) -> int:
     from rlhf.checkpoint.convert.ranks import Crew, with_crew  # noqa: PLC0415  # --help needs no torch
     from rlhf.checkpoint.convert.to_hf import to_hf  # noqa: PLC0415
-    from rlhf.checkpoint.convert.whole import open_whole  # noqa: PLC0415
+    from rlhf.checkpoint.convert.whole import open_whole, refuse_needless  # noqa: PLC0415
 
     def work(crew: Crew) -> int:
+        crew.lead(lambda: options.check_report(args.json))
         if args.dry_run or args.dummy:
             from rlhf.checkpoint.convert.trials import try_to_hf  # noqa: PLC0415
 
             return try_to_hf(args, crew)
         weights = open_whole(options.given(args), crew, check=args.check)
+        refuse_needless(options.given(args), weights)
         done = to_hf(weights, args.out, crew, dtype=args.dtype, shard_bytes=args.shard_size, overwrite=args.overwrite)
         crew.lead(lambda: options.show(done.text(), done.as_json(), args.json))
         return 0
@@ -69,17 +72,19 @@ def _to_megatron(args: argparse.Namespace) -> int:
     from rlhf.checkpoint.convert.ranks import Crew, with_crew  # noqa: PLC0415
     from rlhf.checkpoint.convert.to_legacy import to_legacy  # noqa: PLC0415
     from rlhf.checkpoint.convert.to_megatron import to_megatron  # noqa: PLC0415
-    from rlhf.checkpoint.convert.whole import open_whole  # noqa: PLC0415
+    from rlhf.checkpoint.convert.whole import open_whole, refuse_needless  # noqa: PLC0415
 
-    convert = to_megatron if args.format == "torch_dist" else partial(to_legacy, use_te=args.names == "te")
+    convert = to_megatron if args.format == "torch_dist" else partial(to_legacy, use_te=args.names != "local")
 
     def work(crew: Crew) -> int:
+        crew.lead(lambda: options.check_report(args.json))
         if args.dry_run or args.dummy:
             from rlhf.checkpoint.convert.trials import try_to_megatron  # noqa: PLC0415
 
             return try_to_megatron(args, crew)
         parallel = crew.together(lambda: target_layout(**options.layout(args)))
         weights = open_whole(options.given(args), crew, check=args.check)
+        refuse_needless(options.given(args), weights)
         done = convert(weights, args.out, crew, parallel=parallel, dtype=args.dtype, overwrite=args.overwrite)
         crew.lead(lambda: options.show(done.text(), done.as_json(), args.json))
         return 0
@@ -89,11 +94,13 @@ def _to_megatron(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     from rlhf.checkpoint.convert.ranks import Crew, with_crew  # noqa: PLC0415
-    from rlhf.checkpoint.convert.whole import open_whole  # noqa: PLC0415
+    from rlhf.checkpoint.convert.whole import open_whole, refuse_needless  # noqa: PLC0415
     from rlhf.checkpoint.verify.command import verify  # noqa: PLC0415
 
     def work(crew: Crew) -> int:
+        crew.lead(lambda: options.check_report(args.json))
         first, second = (open_whole(options.given(args, name), crew, check=args.check) for name in ("a", "b"))
+        refuse_needless(options.given(args, "a"), first, second)
         found = verify(first, second, crew, cast=args.dtype, with_logits=args.logits)
         crew.lead(lambda: options.show(found.text(), found.as_json(), args.json))
         return 0 if found.is_same else DIFFERENT
@@ -104,6 +111,7 @@ def _verify(args: argparse.Namespace) -> int:
 def _inspect(args: argparse.Namespace) -> int:
     from rlhf.checkpoint.convert.inspect_folder import inspect  # noqa: PLC0415
 
+    options.check_report(args.json)
     found = inspect(options.given(args), check=args.check)
     options.show(found.text(), found.as_json(), args.json)
     return DIFFERENT if found.integrity.state == "damaged" else 0

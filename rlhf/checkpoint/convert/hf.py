@@ -32,6 +32,7 @@ class HfWeights:
     """
 
     kind = "Hugging Face folder"
+    told_by: tuple[str, ...] = ()
     args_spec = None
 
     def __init__(self, path: Path) -> None:

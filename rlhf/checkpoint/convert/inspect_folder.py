@@ -5,17 +5,18 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 
+from rlhf.checkpoint.convert.integrity import Integrity, against_manifest, damage_of, integrity_of
 from rlhf.checkpoint.convert.megatron_args import read_args
 from rlhf.checkpoint.convert.options import Given
 from rlhf.checkpoint.convert.outcome import listed, remarks_json
 from rlhf.checkpoint.convert.places import RECORD_FILE, StoredPlace, find_stored
 from rlhf.checkpoint.convert.sources import Weights, open_weights
 from rlhf.checkpoint.convert.stored import OF_ANOTHER, StoredWeights, roles_in
+from rlhf.checkpoint.convert.whole import refuse_needless
 from rlhf.checkpoint.legacy.weights import LegacyWeights, find_legacy
 from rlhf.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from rlhf.checkpoint.store.stored_metadata import read_metadata
 from rlhf.checkpoint.store.torch_dist import COMMON_FILE
-from rlhf.checkpoint.whole import find_damage
 from rlhf.errors import CheckpointError, DamagedError
 from rlhf.families.files import HfFolder
 from rlhf.families.folder import SINGLE_FILE, weight_files
@@ -30,16 +31,6 @@ _AXES = {
     "etp": "expert_tensor_parallel_size",
 }
 """Axis of a layout -> Megatron-LM's name of its size."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Integrity:
-    """Whether the files are as they were written."""
-
-    state: str
-    """whole, damaged, or unknown."""
-    what: str
-    """In words; names the damaged file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +98,7 @@ def inspect(given: Given, *, check: bool) -> Inspection:
     try:
         return _inspect(given, check=check)
     except CheckpointError as error:
-        damage = str(error) if isinstance(error, DamagedError) else _damage_of(given.path)
+        damage = str(error) if isinstance(error, DamagedError) else damage_of(given.path)
         if damage is None:
             raise
     return Inspection(
@@ -122,11 +113,6 @@ def inspect(given: Given, *, check: bool) -> Inspection:
     )
 
 
-def _damage_of(path: Path) -> str | None:
-    """Of a folder with a manifest: what of it is missing or changed."""
-    return find_damage(path, group=None) if (path / MANIFEST_FILE).is_file() else None
-
-
 def _inspect(given: Given, *, check: bool) -> Inspection:
     place = find_stored(given.path) if given.path.is_dir() else None
     if place is not None:
@@ -137,6 +123,7 @@ def _inspect(given: Given, *, check: bool) -> Inspection:
 
 def _inspect_hf(given: Given) -> Inspection:
     weights = open_weights(given)
+    refuse_needless(given, weights)
     files = sorted(set(weight_files(given.path).values())) or [SINGLE_FILE]
     told = "every file is as long as its header says; a Hugging Face folder has no checksums"
     return Inspection(
@@ -157,7 +144,11 @@ def _inspect_stored(place: StoredPlace, given: Given, *, check: bool) -> Inspect
     for ones in items.values():
         for name, item in ones:
             ends[name] = max(ends.get(name, 0), item.start + item.num_bytes)
-    roles = [given.role] if given.role else roles_in(items.keys())
+    roles = roles_in(items.keys())
+    if given.role and given.role not in roles:
+        listed = ", ".join(one or "one without a name" for one in roles) or "none"
+        raise CheckpointError(f"{place.folder}: no model {given.role!r}; it holds {listed}; choose one with --role")
+    roles = [given.role] if given.role else roles
     return Inspection(
         path=place.folder,
         kind=place.kind,
@@ -166,12 +157,13 @@ def _inspect_stored(place: StoredPlace, given: Given, *, check: bool) -> Inspect
         num_blocks=sum(len(ones) for ones in items.values()),
         num_bytes=sum(path.stat().st_size for name in ends if (path := place.inner / name).is_file()),
         step=_step_of(place),
-        integrity=_integrity(place, ends, check=check),
+        integrity=integrity_of(place, ends, check=check),
     )
 
 
 def _inspect_legacy(inner: Path, given: Given, *, check: bool) -> Inspection:
     weights = LegacyWeights(inner, given)
+    refuse_needless(given, weights)
     folder = inner.parent if (inner.parent / MANIFEST_FILE).is_file() else inner
     layout = {axis: getattr(weights.parallel, axis) for axis in _AXES}
     return Inspection(
@@ -182,7 +174,7 @@ def _inspect_legacy(inner: Path, given: Given, *, check: bool) -> Inspection:
         num_blocks=weights.num_blocks,
         num_bytes=sum(path.stat().st_size for path in weights.files),
         step=weights.iteration,
-        integrity=_against_manifest(folder, check=check)
+        integrity=against_manifest(folder, check=check)
         or Integrity(state="unknown", what=f"no {MANIFEST_FILE}, so no checksums; all files are there"),
     )
 
@@ -219,35 +211,6 @@ def _step_of(place: StoredPlace) -> int | None:
             return None
     number = place.inner.name.removeprefix("iter_")
     return int(number) if number.isdecimal() else None
-
-
-def _integrity(place: StoredPlace, ends: Mapping[str, int], *, check: bool) -> Integrity:
-    """`ends`: at least how many bytes each data file has."""
-    found = _against_manifest(place.folder, check=check)
-    if found is not None:
-        return found
-    for name, end in sorted(ends.items()):
-        path = place.inner / name
-        if not path.is_file():
-            return Integrity(state="damaged", what=f"no {name}, which .metadata names")
-        if path.stat().st_size < end:
-            what = f"{name} ends at byte {path.stat().st_size}, and .metadata names bytes up to {end}"
-            return Integrity(state="damaged", what=what)
-    return Integrity(state="unknown", what=f"no {MANIFEST_FILE}, so no checksums; all files are there, none too short")
-
-
-def _against_manifest(folder: Path, *, check: bool) -> Integrity | None:
-    """None where there is no manifest."""
-    if not (folder / MANIFEST_FILE).is_file():
-        return None
-    if not check:
-        return Integrity(state="unknown", what="not read, as asked for")
-    damage = find_damage(folder, group=None)
-    if damage is not None:
-        return Integrity(state="damaged", what=damage)
-    manifest = read_manifest(folder)
-    tensors = f"; {manifest.state.render()}" if manifest.state.sums else ""
-    return Integrity(state="whole", what=f"{len(manifest.files)} files as written{tensors}")
 
 
 def _num_parameters(spec: ModelSpec, weights: Weights) -> int:

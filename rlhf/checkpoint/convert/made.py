@@ -27,6 +27,7 @@ class MadeWeights:
     """See `Weights`; of a model that a folder's config.json or a published name describes."""
 
     args_spec = None
+    told_by: tuple[str, ...] = ()
 
     def __init__(
         self, path: Path, spec: ModelSpec, *, head: Head, dtype: torch.dtype, kind: str, hf_files: Path | None

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf.errors import ConfigError
+
 DIFFERENT = 1
 """Exit code of a comparison that found a difference."""
 
@@ -94,7 +96,6 @@ def add_format(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--names",
-        default="te",
         choices=("te", "local"),
         help="of legacy: names of Transformer Engine's layers, Megatron-LM's default, or of its local ones (te)",
     )
@@ -113,9 +114,46 @@ def add_trials(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="make weights up, convert them through real files, measure beside a plain copy, and remove all of it",
     )
-    parser.add_argument(
-        "--processes", type=_count, default=1, metavar="N", help="of --dry-run: that will convert together (1)"
-    )
+    parser.add_argument("--processes", type=_count, metavar="N", help="of --dry-run: that will convert together (1)")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse options that would do nothing.
+
+    Raises:
+        ConfigError: One was given.
+    """
+    said = vars(args)
+    trial = next((name for name in ("dry_run", "dummy") if said.get(name)), "")
+    needless = {
+        "--names": "means something for --format legacy only" if said.get("format") == "torch_dist" else "",
+        "--processes": "means something with --dry-run only" if trial != "dry_run" else "",
+        "--role": f"means nothing with --{trial.replace('_', '-')}, whose model SOURCE names" if trial else "",
+    }
+    needless["--config-from"] = needless["--role"]
+    for option, why in needless.items():
+        if why and (value := said.get(option[2:].replace("-", "_"))):
+            raise ConfigError(f"{option} {value}: {why}; leave it out")
+
+
+def check_report(file: Path | None) -> None:
+    """Whether a report can be written, seen before the work that it is of. One process calls it.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if file is None:
+        return
+    is_new = not file.exists()
+    try:
+        with file.open("a", encoding="utf-8"):
+            pass
+        if is_new:
+            file.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"--json {file}: {error.strerror}; needs a file that can be written in a folder that is there; correct it"
+        ) from error
 
 
 def layout(args: argparse.Namespace) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
+from typing import get_type_hints
 
 import yaml
 
@@ -148,12 +149,28 @@ def _of_record(record: Mapping[str, object], path: Path) -> tuple[ModelSpec, Hea
     if not isinstance(told, Mapping) or not {name for name, is_needed in names.items() if is_needed} <= told.keys():
         raise CheckpointError(f"{path}: does not say which model it is; needs what a save writes; take another one")
     numbers = {name: value for name, value in told.items() if name in names}
+    for name, value in numbers.items():
+        if not _is_of(value, _KINDS[name]):
+            raise DamagedError(f"{path}: {name} is {value!r}; needs {_KINDS[name]}; the file is damaged")
     try:
         if isinstance(scaling := numbers.get("rope_scaling"), Mapping):
             numbers["rope_scaling"] = RopeScaling(**scaling)
         return ModelSpec(**numbers), Head(told.get("head"))
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}; needs what a save writes; the file is damaged") from error
+
+
+_KINDS = {name: getattr(kind, "__name__", str(kind)) for name, kind in get_type_hints(ModelSpec).items()}
+"""Of each field of a spec."""
+
+
+def _is_of(value: object, kind: str) -> bool:
+    """Whether a value of a JSON file may be that of a field."""
+    if kind == "bool":
+        return isinstance(value, bool)
+    if kind in ("int", "float"):
+        return isinstance(value, int if kind == "int" else int | float) and not isinstance(value, bool)
+    return kind != "str" or isinstance(value, str)
 
 
 def _trained_from(config: Path, role: str) -> Path | None:

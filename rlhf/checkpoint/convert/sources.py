@@ -82,6 +82,10 @@ class Weights(Protocol):
         """The model according to Megatron-LM's args in the folder, where there are any."""
 
     @property
+    def told_by(self) -> tuple[str, ...]:
+        """Options of the command line that may say something about it: `--role`, `--config-from`."""
+
+    @property
     def remarks(self) -> tuple[Remark, ...]:
         """What of the folder is not one stored tensor for each logical one."""
 

@@ -43,6 +43,8 @@ class StoredWeights:
         CheckpointError: A missing, misshapen or unknown tensor; several models or none; a damaged file.
     """
 
+    told_by: tuple[str, ...] = ("--role", "--config-from")
+
     def __init__(self, place: StoredPlace, given: Given) -> None:
         self.path, self.kind = place.folder, place.kind
         self._reader = TorchDistReader(place.inner)

@@ -21,7 +21,7 @@ SOURCE_SHARD_BYTES = 5 * 10**9
 def try_to_megatron(args: argparse.Namespace, crew: Crew) -> int:
     """The exit code. Collective over the crew."""
     parallel = crew.together(lambda: target_layout(**options.layout(args)))
-    use_te = args.names == "te"
+    use_te = args.names != "local"
     if args.dry_run:
         weights = crew.together(lambda: made_weights(args.source, dtype=""))
         kept = {"parallel": parallel, "dtype": args.dtype, "processes": _processes(args, crew)}
@@ -44,7 +44,7 @@ def try_to_hf(args: argparse.Namespace, crew: Crew) -> int:
 
 
 def _processes(args: argparse.Namespace, crew: Crew) -> int:
-    return int(args.processes) if args.processes > 1 else crew.size
+    return int(args.processes or crew.size)
 
 
 def _show_plan(args: argparse.Namespace, crew: Crew, plan: Forecast) -> int:

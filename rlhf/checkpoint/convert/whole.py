@@ -5,6 +5,19 @@ from rlhf.checkpoint.convert.ranks import Crew
 from rlhf.checkpoint.convert.sources import Weights, open_weights
 from rlhf.checkpoint.manifest import MANIFEST_FILE
 from rlhf.checkpoint.whole import require_whole
+from rlhf.errors import CheckpointError
+
+
+def refuse_needless(given: Given, *weights: Weights) -> None:
+    """Refuse what was said about checkpoints that say it themselves.
+
+    Raises:
+        CheckpointError: An option means nothing for any of them.
+    """
+    for option, value in (("--role", given.role), ("--config-from", given.config_from)):
+        if value and not any(option in one.told_by for one in weights):
+            listed = " and ".join(f"{one.path} ({one.kind})" for one in weights)
+            raise CheckpointError(f"{option} {value}: means nothing for {listed}; needs none; leave it out")
 
 
 def open_whole(given: Given, crew: Crew, *, check: bool) -> Weights:

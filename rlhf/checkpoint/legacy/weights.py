@@ -57,6 +57,7 @@ class LegacyWeights:
     """
 
     kind = "Megatron-LM legacy checkpoint"
+    told_by: tuple[str, ...] = ("--config-from",)
 
     def __init__(self, path: Path, given: Given) -> None:
         """`path` as `find_legacy` gives it."""
