@@ -17,7 +17,7 @@ from rlhf.rollout.performance import PerformanceMonitor
 from rlhf.rollout.stopping import Decode
 
 ProgressFn = Callable[[int, int], None]
-"""Called as (responses finished, responses asked for) again and again while an engine works, on each of its ranks; as
+"""Called as (responses finished, responses taken) again and again while an engine works, on each of its ranks; as
 (0, 0) while it starts."""
 
 
@@ -31,9 +31,6 @@ class RolloutEngine(Protocol):
     def submit(self, prompts: PromptBatch | None, sampling: SamplingConfig, *, attempt: int = 0) -> None:
         """Queue one response for each row. `sampling` and `attempt` are equal on all ranks of the engine.
 
-        A sample's tokens are a function of the weights, its prompt, `sampling` and `sample_seed(run seed, sample id,
-        attempt)`, and of nothing else: not of the rest of the batch, nor of the engine's size.
-
         Raises:
             EngineError: A row is empty, holds a token outside the vocabulary, or can never fit into the engine's
                 memory. On all ranks; nothing is queued.
@@ -41,7 +38,7 @@ class RolloutEngine(Protocol):
         ...
 
     def collect(self) -> Rollout | None:
-        """Responses to all rows submitted since the last collect, in their order; blocks until they are done."""
+        """Responses to all rows submitted since the last collect, in their order: `run` over a feed of these rows."""
         ...
 
     def generate(self, prompts: PromptBatch | None, sampling: SamplingConfig, *, attempt: int = 0) -> Rollout | None:

@@ -1,5 +1,6 @@
 """Where an engine's rows come from and go to while it runs. Knows no engine, no pool and no process group."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -47,6 +48,11 @@ class Work:
     got without the interruption, under the same weights."""
 
     def __post_init__(self) -> None:
+        if self.prompts.sample_ids.unique().numel() != len(self.prompts):
+            raise EngineError(
+                f"feed: samples {self.prompts.sample_ids.tolist()[:8]} are not all different; needs each once; hand in "
+                "another attempt apart"
+            )
         if self.begun is not None and not torch.equal(self.begun.prompts.sample_ids, self.prompts.sample_ids):
             raise EngineError(
                 f"feed: responses begun for samples {self.begun.prompts.sample_ids.tolist()[:8]}, but prompts of "
@@ -86,21 +92,30 @@ class Feed(Protocol):
 
 
 class FixedRows:
-    """A `Feed` of rows that are all known: those of some submissions, handed out at once.
+    """A `Feed` of rows that are all known, handed out as fast as the engine takes them.
 
-    Sample ids must be different; `ordered` relies on them.
+    A sample that is among the works twice (as another attempt) is handed out again once it has come back.
     """
 
     def __init__(self, works: Sequence[Work]) -> None:
-        self._waiting, self._finished = list(works), list[Rollout]()
-        self._sample_ids = torch.cat([work.prompts.sample_ids for work in works])
+        self._waiting, self._finished = deque(works), list[Rollout]()
+        self._places: dict[int, int] = {}  # of rows that are out: which of all rows
+        self._num_rows, self._order = 0, list[int]()
 
     def take(self, load: Load) -> Work | None:
         """See `Feed.take`."""
-        return self._waiting.pop(0) if self._waiting else None
+        if not self._waiting:
+            return None
+        sample_ids = self._waiting[0].prompts.sample_ids.tolist()
+        if any(sample_id in self._places for sample_id in sample_ids):
+            return None
+        self._places |= {sample_id: self._num_rows + at for at, sample_id in enumerate(sample_ids)}
+        self._num_rows += len(sample_ids)
+        return self._waiting.popleft()
 
     def done(self, finished: Rollout) -> None:
         """See `Feed.done`."""
+        self._order += [self._places.pop(sample_id) for sample_id in finished.prompts.sample_ids.tolist()]
         self._finished.append(finished)
 
     def verdict(self) -> Verdict:
@@ -108,8 +123,7 @@ class FixedRows:
         return Verdict.GO_ON if self._waiting else Verdict.END
 
     def ordered(self) -> Rollout:
-        """All rows in the order of the submissions, once the run has ended."""
+        """All rows in the order of the works, once the run has ended."""
+        assert not self._waiting and len(self._order) == self._num_rows, "a row was lost"  # noqa: PT018
         rollout = Rollout.concat(self._finished) if self._finished else Rollout.empty()
-        assert len(rollout) == self._sample_ids.numel(), "a row was lost, or came back twice"
-        place = rollout.prompts.sample_ids.argsort()
-        return rollout.select(place[self._sample_ids.argsort().argsort()])
+        return rollout.select(torch.tensor(self._order, dtype=torch.int64).argsort())

@@ -174,7 +174,7 @@ def test_progress_rises_to_the_number_of_rows():
     assert {total for _, total in seen} == {6}
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1] == (6, 6)
-    assert len(seen) == 3 * 13  # three waves of two rows; one report a step
+    assert len(seen) == 3 * 13 + 1  # three waves of two rows; a report before each step, and at the end
 
 
 def test_prompt_batch_type_is_kept():

@@ -1,7 +1,5 @@
 """The embedded rollout engine: scheduler, cache, model and sampler put together."""
 
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -13,18 +11,19 @@ from rlhf.data.batch import PromptBatch, Rollout
 from rlhf.errors import EngineError
 from rlhf.families.spec import ModelSpec
 from rlhf.reshard.layout import ModelLayout
-from rlhf.rollout.admission import check_can_stop, check_fits, check_vocabulary
+from rlhf.rollout.admission import check_can_stop
 from rlhf.rollout.engine import ProgressFn
+from rlhf.rollout.feed import Feed, Work
+from rlhf.rollout.ledger import Ledger
 from rlhf.rollout.native.decoder import Decoder
+from rlhf.rollout.native.intake import Intake
 from rlhf.rollout.native.kv_cache import KvCache
 from rlhf.rollout.native.layout import native_layout
 from rlhf.rollout.native.model import NativeModel
 from rlhf.rollout.native.peers import Peers
-from rlhf.rollout.native.responses import Responses
-from rlhf.rollout.native.scheduler import Row
 from rlhf.rollout.performance import PerformanceMonitor
-from rlhf.rollout.seeds import sample_seed
 from rlhf.rollout.stopping import Decode
+from rlhf.rollout.submissions import Submissions, collect
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -57,64 +56,50 @@ class NativeEngine:
         self._on_progress = on_progress
         self._performance = performance
         self._policy_version = 0
-        self._rows: list[tuple[SamplingConfig, Row]] = []
-        self._prompts: list[PromptBatch] = []
+        self._submitted: Submissions = []
         self._cache: KvCache | None = None
         self.wake()
 
-    def submit(self, prompts: PromptBatch | None, sampling: SamplingConfig, *, attempt: int = 0) -> None:
-        """See `RolloutEngine.submit`."""
-        mine = None
-        if self._peers.is_leader:
-            if prompts is None:
-                raise EngineError(
-                    "native engine: no prompts on the leader (tp rank 0); needs a PromptBatch, maybe empty"
-                )
-            mine = (prompts.tokens.values.cpu(), prompts.tokens.lengths, prompts.sample_ids.cpu())
-        check_can_stop(sampling.stop, self._decode, where="native engine")
-        tokens, lengths, sample_ids = self._peers.share_rows(mine, count=3)
-        check_vocabulary(tokens, lengths, sample_ids, vocab_size=self._spec.vocab_size, where="native engine")
-        rows: list[tuple[SamplingConfig, Row]] = []
-        for row, sample_id in zip(tokens.split(lengths.tolist()), sample_ids.tolist(), strict=True):
-            check_fits(
-                row.numel(),
-                sampling.max_new_tokens,
-                self._config.kv_cache_tokens,
-                sample_id=sample_id,
-                where="native engine",
-            )
-            seed = sample_seed(self._run_seed, sample_id, attempt)
-            rows.append((sampling, Row(len(self._rows) + len(rows), tuple(row.tolist()), seed)))
-        self._rows += rows
-        if prompts is not None:
-            self._prompts.append(prompts)
-
-    def collect(self) -> Rollout | None:
-        """See `RolloutEngine.collect`."""
+    def run(self, feed: Feed | None, sampling: SamplingConfig) -> None:
+        """See `RolloutEngine.run`."""
         if self._cache is None:
             raise EngineError(
                 "native engine: asleep; needs the memory of keys and values to generate; call wake() first"
             )
-        if self._peers.is_leader and not self._prompts:
-            raise EngineError("native engine: nothing was submitted since the last collect; call submit() first")
-        (rows, self._rows), (prompts, self._prompts) = (self._rows, []), (self._prompts, [])
+        check_can_stop(sampling.stop, self._decode, where="native engine")
         self._model.pack()
-        responses = Responses(len(rows), on_progress=self._on_progress)
-        for sampling, group in groupby(rows, key=itemgetter(0)):
-            decoder = Decoder(
-                self._model,
-                self._cache,
-                self._peers,
-                sampling=sampling,
-                stop_ids=self._stop_ids(sampling),
-                decode=self._decode,
-            )
-            decoder.run([row for _, row in group], responses, max_running=self._config.max_running)
-        if not self._peers.is_leader:
-            return None
-        return responses.rollout(
-            prompts[0] if len(prompts) == 1 else PromptBatch.concat(prompts), policy_version=self._policy_version
+        decoder = Decoder(
+            self._model,
+            self._cache,
+            self._peers,
+            sampling=sampling,
+            stop_ids=self._stop_ids(sampling),
+            decode=self._decode,
+            max_running=self._config.max_running,
         )
+        ledger = self._ledger(sampling) if self._peers.is_leader else None
+        decoder.run(Intake(self._peers, feed, ledger, self._on_progress))
+
+    def submit(self, prompts: PromptBatch | None, sampling: SamplingConfig, *, attempt: int = 0) -> None:
+        """See `RolloutEngine.submit`."""
+
+        def checked() -> Work:
+            check_can_stop(sampling.stop, self._decode, where="native engine")
+            if prompts is None:
+                raise EngineError(
+                    "native engine: no prompts on the leader (tp rank 0); needs a PromptBatch, maybe empty"
+                )
+            self._ledger(sampling).check(prompts)
+            return Work(prompts, attempt=attempt)
+
+        self._submitted.append((sampling, self._peers.together(checked)))
+
+    def collect(self) -> Rollout | None:
+        """See `RolloutEngine.collect`."""
+        if not self._submitted:
+            raise EngineError("native engine: nothing was submitted since the last collect; call submit() first")
+        rollout, self._submitted = collect(self, self._submitted), []
+        return rollout
 
     def generate(self, prompts: PromptBatch | None, sampling: SamplingConfig, *, attempt: int = 0) -> Rollout | None:
         """See `RolloutEngine.generate`."""
@@ -162,6 +147,17 @@ class NativeEngine:
         """See `RolloutEngine.close`."""
         self.sleep()
         self._model.params.clear()
+
+    def _ledger(self, sampling: SamplingConfig) -> Ledger:
+        return Ledger(
+            sampling,
+            vocab_size=self._spec.vocab_size,
+            kv_cache_tokens=self._config.kv_cache_tokens,
+            run_seed=self._run_seed,
+            policy_version=self._policy_version,
+            where="native engine",
+            performance=self._performance,
+        )
 
     def _stop_ids(self, sampling: SamplingConfig) -> Tensor:
         ids = [] if sampling.ignore_eos else sorted({*self._eos_token_ids, *sampling.stop_token_ids})

@@ -31,25 +31,28 @@ class KvCache:
         self._layers: list[Tensor] = []
         self.num_slots = self.slot_tokens = 0
 
-    def cut(self, *, num_slots: int, slot_tokens: int) -> None:
-        """Cut the memory anew; what was in it is lost."""
+    def cut(self, *, num_slots: int, slot_tokens: int, num_kept: int = 0, kept_tokens: int = 0) -> None:
+        """Cut the memory anew. The first `num_kept` slots keep their first `kept_tokens` tokens; all else is lost."""
         assert num_slots * slot_tokens <= self.tokens, "more slots than memory"
+        assert num_kept <= num_slots and kept_tokens <= slot_tokens, "what is kept must fit"  # noqa: PT018
         shape = (2, num_slots, self._kv_heads, slot_tokens, self._head_dim)
         used = prod(shape)
-        self._layers = [memory[:used].view(shape) for memory in self._memory]
-        self.num_slots, self.slot_tokens = num_slots, slot_tokens
+        layers = [memory[:used].view(shape) for memory in self._memory]
+        if num_kept:
+            for old, new in zip(self._layers, layers, strict=True):  # the same memory: through a copy, one layer's
+                new[:, :num_kept, :, :kept_tokens] = old[:, :num_kept, :, :kept_tokens].clone()
+        self._layers, self.num_slots, self.slot_tokens = layers, num_slots, slot_tokens
 
-    def token_index(self, positions: Tensor) -> Tensor:
-        """Where the rows in slots 0.. write the token at their position (int64 [rows]); for `write_tokens`."""
-        rows, kv_heads = positions.numel(), self._kv_heads
-        slot = torch.arange(rows, device=positions.device).view(-1, 1, 1)
+    def token_index(self, positions: Tensor, slots: Tensor) -> Tensor:
+        """Where tokens at these positions of these slots (int64 [tokens]) are written; for `write_tokens`."""
+        kv_heads, slot = self._kv_heads, slots.view(-1, 1, 1)
         which = torch.arange(2, device=positions.device).view(1, -1, 1)
         head = torch.arange(kv_heads, device=positions.device)
         start = ((which * self.num_slots + slot) * kv_heads + head) * self.slot_tokens
         return (start + positions.view(-1, 1, 1)).flatten()
 
     def write_tokens(self, layer: int, index: Tensor, kv: Tensor) -> None:
-        """One token of each row: kv [rows, 2 * kv_heads, head_dim], keys first."""
+        """One token each: kv [tokens, 2 * kv_heads, head_dim], keys first."""
         self._layers[layer].view(-1, self._head_dim).index_copy_(0, index, kv.reshape(-1, self._head_dim))
 
     def write_prompts(self, layer: int, kv: Tensor, source: Tensor, slots: Tensor) -> None:
@@ -60,9 +63,9 @@ class KvCache:
             wanted = wanted.index_select(1, source)
         self._layers[layer][:, slots, :, :length] = wanted
 
-    def read(self, layer: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [rows, kv_heads, length, head_dim] of the first slots; views."""
-        keys, values = self._layers[layer][:, :rows, :, :length]
+    def read(self, layer: int, slots: slice, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [slots, kv_heads, length, head_dim]; views."""
+        keys, values = self._layers[layer][:, slots, :, :length]
         return keys, values
 
     def copy(self, source: list[int], target: list[int], length: int) -> None:

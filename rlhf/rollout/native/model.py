@@ -42,7 +42,7 @@ class PromptPack:
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """One token of each running row. The first `num_rows` are real, the others padding."""
+    """One token of each running row, or consecutive ones of one row; the first `num_rows`, then padding."""
 
     tokens: Tensor
     """int64 [N]."""
@@ -51,8 +51,10 @@ class DecodeStep:
     kv_index: Tensor
     """From `KvCache.token_index`."""
     mask: Tensor
-    """[num_rows, 1, 1, length]: 0 where a row attends, -inf elsewhere."""
+    """[num_rows, 1, 1, length]: 0 where a token attends, -inf elsewhere."""
     num_rows: int
+    slots: slice
+    """Whose keys and values they attend to: `num_rows` slots, or one for all."""
 
 
 class NativeModel:
@@ -105,6 +107,14 @@ class NativeModel:
 
     def decode(self, step: DecodeStep, cache: KvCache) -> Tensor:
         """Logits [N, V] of the token after each row's last one. Collective over the engine."""
+        hidden = self.replay(step, cache)
+        return self._head(_norm(hidden, self.params["final_norm.weight"], self.spec.norm_eps))
+
+    def replay(self, step: DecodeStep, cache: KvCache) -> Tensor:
+        """Hidden states [N, H] before the last norm; keys and values go into the cache. Collective over the engine.
+
+        Tokens of one row have in one step the keys, values and sums that they would have step by step, to the bit.
+        """
         hidden = self._embed(step.tokens)
         rows, length = step.num_rows, step.mask.shape[-1]
         mixed = hidden.new_zeros(step.tokens.numel(), self.heads * self.spec.head_dim)
@@ -113,9 +123,10 @@ class NativeModel:
             qkv = self._qkv(hidden, layer, step.rotary)
             cache.write_tokens(i, step.kv_index, qkv[:, self.heads :])
             queries = qkv[:, : self.heads].unflatten(1, (self.kv_heads, -1))
-            grouped.copy_(_cached_attention(queries, *cache.read(i, rows, length), step.mask))
+            keys, values = (part.expand(rows, -1, -1, -1) for part in cache.read(i, step.slots, length))
+            grouped.copy_(_cached_attention(queries, keys, values, step.mask))
             self._finish_layer(hidden, mixed, layer)
-        return self._head(_norm(hidden, self.params["final_norm.weight"], self.spec.norm_eps))
+        return hidden
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """[N, H]. Each rank looks up its part of the vocabulary; the sum over ranks is the embedding."""

@@ -1,9 +1,16 @@
 """What the ranks of one engine say to each other: partial sums, logits, tokens, prompts. Silent when there is one."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from rlhf.errors import EngineError
+
+T = TypeVar("T")
 
 
 class Peers:
@@ -40,13 +47,28 @@ class Peers:
             dist.broadcast(tokens, group=self._device_group, group_src=0)
         return tokens
 
-    def share_rows(self, vectors: tuple[Tensor, ...] | None, *, count: int) -> tuple[Tensor, ...]:
-        """The leader's `count` int64 vectors (host memory, any lengths) on every rank. Collective over the engine."""
-        if self.size == 1:
-            assert vectors is not None, "the leader has the rows"
-            return vectors
-        sizes = torch.tensor([v.numel() for v in vectors]) if vectors is not None else torch.zeros(count).long()
-        dist.broadcast(sizes, group=self._cpu_group, group_src=0)
-        flat = torch.cat(vectors) if vectors is not None else torch.empty(int(sizes.sum()), dtype=torch.int64)
-        dist.broadcast(flat, group=self._cpu_group, group_src=0)
-        return flat.split(sizes.tolist())
+    def share(self, numbers: Tensor) -> Tensor:
+        """The leader's int64 numbers in host memory on every rank, in place. Collective over the engine."""
+        if self.size > 1:
+            dist.broadcast(numbers, group=self._cpu_group, group_src=0)
+        return numbers
+
+    def together(self, work: Callable[[], T]) -> T | None:
+        """Do something on the leader and give its value there, None elsewhere. Collective over the engine.
+
+        Raises:
+            EngineError: The leader's work raised it; on all ranks.
+        """
+        value, told = None, [""]
+        if self.is_leader:
+            try:
+                value = work()
+            except EngineError as error:
+                if self.size == 1:
+                    raise
+                told = [str(error)]
+        if self.size > 1:
+            dist.broadcast_object_list(told, group=self._cpu_group, group_src=0)
+        if told[0]:
+            raise EngineError(told[0])
+        return value

@@ -1,60 +1,40 @@
-"""Sampled tokens as they come, step by step, and the rollout they add up to."""
+"""Tokens that running rows have sampled, as they come, on the device."""
 
 import torch
 from torch import Tensor
 
-from rlhf.data.batch import FinishReason, PromptBatch, Provenance, Rollout
-from rlhf.data.ragged import Ragged
-from rlhf.errors import EngineError
-from rlhf.rollout.engine import ProgressFn
-
 
 class Responses:
-    """Growing responses of `num_rows` rows. Steps are kept as they are and sorted into rows once, at the end."""
+    """One line of `max_new_tokens` numbers for each slot; what is beyond a row's last token means nothing."""
 
-    def __init__(self, num_rows: int, *, on_progress: ProgressFn | None) -> None:
-        self._num_rows, self._num_finished, self._on_progress = num_rows, 0, on_progress
-        self._steps: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._reasons = torch.full((num_rows,), FinishReason.ABORT, dtype=torch.int8)
+    def __init__(self, num_slots: int, max_new_tokens: int, device: torch.device) -> None:
+        self._tokens = torch.zeros(num_slots, max_new_tokens, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(num_slots, max_new_tokens, dtype=torch.float32, device=device)
 
-    def add(self, indices: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
-        """One more token of the rows at indices (int64), which are not written to afterwards."""
-        self._steps.append((indices, tokens, logprobs))
+    def add(self, places: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
+        """The next token of the rows in the first slots, at their places in the response (int64 [rows])."""
+        slots = torch.arange(places.numel(), device=places.device)
+        self._tokens[slots, places] = tokens
+        self._logprobs[slots, places] = logprobs
 
-    def finish(self, indices: list[int], stopped: list[bool]) -> None:
-        """These rows are complete, by a stop token or by length."""
-        for index, by_token in zip(indices, stopped, strict=True):
-            self._reasons[index] = FinishReason.STOP if by_token else FinishReason.LENGTH
-        self._num_finished += len(indices)
+    def move(self, source: list[int], target: list[int]) -> None:
+        """Copy slots onto others."""
+        self._tokens[target] = self._tokens[source]
+        self._logprobs[target] = self._logprobs[source]
 
-    def report(self) -> None:
-        """Tell whoever wants to know how far this is."""
-        if self._on_progress is not None:
-            self._on_progress(self._num_finished, self._num_rows)
+    def keep(self, num_rows: int, num_slots: int) -> None:
+        """Make it `num_slots` slots, the first `num_rows` of which stay."""
+        for name in ("_tokens", "_logprobs"):
+            old: Tensor = getattr(self, name)
+            new = old.new_zeros(num_slots, old.shape[1])
+            new[:num_rows] = old[:num_rows]
+            setattr(self, name, new)
 
-    def rollout(self, prompts: PromptBatch, *, policy_version: int) -> Rollout:
-        """The rows with their prompts, on the CPU.
-
-        Raises:
-            EngineError: A log-prob is not a number.
-        """
-        empty = [torch.empty(0, dtype=dtype) for dtype in (torch.int64, torch.int64, torch.float32)]
-        columns = [torch.cat(c).cpu() for c in zip(*self._steps, strict=True)] or empty
-        indices, tokens, logprobs = columns
-        if not bool(logprobs.isfinite().all()):
-            row = int(indices[~logprobs.isfinite()][0])
-            raise EngineError(
-                f"native engine: sample {int(prompts.sample_ids[row])} got a log-prob that is not finite; needs finite "
-                f"weights; look at the update before policy version {policy_version}"
-            )
-        order = indices.argsort(stable=True)
-        lengths = indices.bincount(minlength=self._num_rows)
-        count = indices.numel()
-        return Rollout(
-            prompts=prompts,
-            responses=Ragged(tokens[order], lengths),
-            rollout_logprobs=Ragged(logprobs[order], lengths),
-            finish_reasons=self._reasons,
-            provenance=Ragged(torch.full((count,), Provenance.SAMPLED, dtype=torch.uint8), lengths),
-            policy_versions=Ragged(torch.full((count,), policy_version, dtype=torch.int32), lengths),
-        )
+    def read(self, slots: list[int], ranges: list[range]) -> list[tuple[Tensor, Tensor]]:
+        """Tokens and log-probs of slots at these places, on the CPU."""
+        widest = max((places.stop for places in ranges), default=0)
+        tokens, logprobs = self._tokens[slots, :widest].cpu(), self._logprobs[slots, :widest].cpu()
+        return [
+            (tokens[i, places.start : places.stop].clone(), logprobs[i, places.start : places.stop].clone())
+            for i, places in enumerate(ranges)
+        ]

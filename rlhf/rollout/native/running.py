@@ -17,9 +17,7 @@ class Column(IntEnum):
     """Its position in the sequence."""
     SEED = 2
     NUM_SAMPLED = 3
-    """Tokens sampled so far."""
-    INDEX = 4
-    """Place in the submission."""
+    """Tokens of the response so far."""
 
 
 class RunningRows:
@@ -33,8 +31,8 @@ class RunningRows:
         return self._state[column, :rows]
 
     def enter(self, rows: list[Row], slots: list[int]) -> None:
-        """Fill slots with rows that have sampled nothing."""
-        columns = [[r.prompt[-1], len(r.prompt) - 1, r.seed, 0, r.index] for r in rows]
+        """Fill slots with rows that have sampled nothing beyond what they came with."""
+        columns = [[(r.begun or r.prompt)[-1], len(r.prompt) + len(r.begun) - 1, r.seed, len(r.begun)] for r in rows]
         self._state[:, slots] = torch.tensor(columns, device=self._state.device).t()
 
     def move(self, source: list[int], target: list[int]) -> None:

@@ -13,11 +13,23 @@ class Row:
     """One response to be sampled."""
 
     index: int
-    """Place in the submission."""
+    """Number in the run."""
     prompt: tuple[int, ...]
     seed: int
+    begun: tuple[int, ...] = ()
+    """Tokens of its response that it came with."""
     entered: int = 0
     """Step at which it began to run."""
+    cached_tokens: int = 0
+    """Of its prompt, that were not computed for it."""
+
+    def num_tokens(self, step: int) -> int:
+        """Of prompt and response, while it runs, once so many steps were made."""
+        return len(self.prompt) + self.num_sampled(step)
+
+    def num_sampled(self, step: int) -> int:
+        """Of the response alone."""
+        return len(self.begun) + step - self.entered
 
 
 @dataclass(slots=True)
@@ -38,10 +50,15 @@ class Admission:
 class Scheduler:
     """Rows in the order given; at most num_slots run at a time, in slots 0..num_running-1."""
 
-    def __init__(self, rows: Iterable[Row], *, num_slots: int) -> None:
+    def __init__(self, rows: Iterable[Row] = (), *, num_slots: int) -> None:
         self._waiting = deque(rows)
-        self._num_slots = num_slots
+        self.num_slots = num_slots
+        """May be changed; rows beyond it go on running, and none enters."""
         self._slots: list[Row | None] = []
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """More rows, behind those that wait."""
+        self._waiting.extend(rows)
 
     @property
     def num_running(self) -> int:
@@ -53,9 +70,23 @@ class Scheduler:
         """Whether nothing runs or waits."""
         return not self._waiting and all(row is None for row in self._slots)
 
+    @property
+    def num_waiting(self) -> int:
+        """Rows that have no slot yet."""
+        return len(self._waiting)
+
+    @property
+    def num_open(self) -> int:
+        """Rows that could enter."""
+        return max(0, self.num_slots - sum(row is not None for row in self._slots))
+
     def running(self) -> list[Row]:
         """The running rows in slot order."""
         return [row for row in self._slots if row is not None]
+
+    def occupied(self) -> list[tuple[int, Row]]:
+        """The running rows, each with its slot."""
+        return [(slot, row) for slot, row in enumerate(self._slots) if row is not None]
 
     def finish(self, slots: Iterable[int]) -> list[Row]:
         """Take rows out; their slots stay open until `admit` and `close_gaps`."""
@@ -76,7 +107,7 @@ class Scheduler:
         holders = {row.prompt: slot for slot, row in enumerate(self._slots) if row is not None} if self._waiting else {}
         computed: dict[tuple[int, ...], int] = {}
         open_slots = deque(slot for slot, row in enumerate(self._slots) if row is None)
-        while self._waiting and (open_slots or len(self._slots) < self._num_slots):
+        for _ in range(min(len(self._waiting), self.num_open)):
             row = self._waiting.popleft()
             if not open_slots:
                 open_slots.append(len(self._slots))
@@ -85,6 +116,8 @@ class Scheduler:
             self._slots[slot] = row
             found.rows.append(row)
             found.slots.append(slot)
+            if row.prompt in holders or row.prompt in computed:
+                row.cached_tokens = len(row.prompt) - 1
             if row.prompt in holders:
                 found.copied.append((holders[row.prompt], slot))
             else:
