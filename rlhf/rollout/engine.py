@@ -13,6 +13,7 @@ from rlhf.data.batch import PromptBatch, Rollout
 from rlhf.families.spec import ModelSpec
 from rlhf.reshard.layout import ModelLayout
 from rlhf.reshard.windows import WindowSink
+from rlhf.rollout.feed import Feed
 from rlhf.rollout.performance import PerformanceMonitor
 from rlhf.rollout.stopping import Decode
 
@@ -27,6 +28,22 @@ class RolloutEngine(Protocol):
     Every method is called by all ranks of the engine in the same order; those that communicate do so over that group
     only. Rows go in and out on the leader; other ranks pass None and get None.
     """
+
+    def run(self, feed: Feed | None, sampling: SamplingConfig) -> None:
+        """Answer what a feed hands in, row by row as it ends, until it says otherwise. Collective over the engine.
+
+        feed: On the leader; None elsewhere. `sampling` is equal on all ranks of the engine.
+
+        A sample's tokens are a function of the weights, its prompt, `sampling` and `sample_seed(run seed, sample id,
+        attempt)`, and of nothing else: not of the rest of the batch, nor of the engine's size. Its random numbers go by
+        the place in the response, so that a response that was begun goes on as if it had never been interrupted.
+
+        Raises:
+            EngineError: On all ranks. A row is empty, holds a token outside the vocabulary, or can never fit into the
+                engine's memory (named by its sample id); the engine is asleep or has no weights. Rows that had not
+                ended are given up, and the engine can be used again.
+        """
+        ...
 
     def submit(self, prompts: PromptBatch | None, sampling: SamplingConfig, *, attempt: int = 0) -> None:
         """Queue one response for each row. `sampling` and `attempt` are equal on all ranks of the engine.

@@ -46,7 +46,7 @@ class OwedRow:
     """A row that must come back."""
 
     number: int
-    """In the order of taking, from the ledger's first on."""
+    """Of the run, in the order of taking."""
     work: Work
     place: int
     """In the work."""
@@ -80,14 +80,13 @@ class Ledger:
         policy_version: int,
         where: str,
         performance: PerformanceMonitor | None = None,
-        first_number: int = 0,
     ) -> None:
         self._vocab_size, self._kv_cache_tokens, self._run_seed = vocab_size, kv_cache_tokens, run_seed
         self._max_new_tokens, self._version, self._where = sampling.max_new_tokens, policy_version, where
         self._performance = performance
         self._owed: dict[int, OwedRow] = {}
         self._ended: list[tuple[OwedRow, ResponsePart | None, FinishReason]] = []
-        self._tokens_left, self._first_number = 0, first_number
+        self._tokens_left = 0
         self.num_taken = self.num_finished = 0
         """Rows since the run began; the second counts what `finished` has given."""
 
@@ -114,7 +113,7 @@ class Ledger:
             zip(prompts, begun, work.prompts.sample_ids.tolist(), strict=True)
         ):
             seed = sample_seed(self._run_seed, sample_id, work.attempt)
-            row = OwedRow(self._first_number + self.num_taken, work, place, prompt, part, seed)
+            row = OwedRow(self.num_taken, work, place, prompt, part, seed)
             reason = FinishReason.ABORT if work.begun is None else FinishReason(int(work.begun.finish_reasons[place]))
             if reason == FinishReason.ABORT and row.num_begun >= self._max_new_tokens:
                 reason = FinishReason.LENGTH
@@ -129,22 +128,35 @@ class Ledger:
             self._performance.submitted(row.sample_id for row in rows)
         return rows
 
-    def began(self, numbers: list[int]) -> None:
-        """The engine works on rows from now on."""
+    def began(self, numbers: list[int], *, at: float | None = None) -> None:
+        """The engine works on rows from now on, or from a time of the monitor's clock on."""
         if self._performance is not None:
-            self._performance.begun(self._owed[number].sample_id for number in numbers)
+            self._performance.begun((self._owed[number].sample_id for number in numbers), at=at)
 
-    def have_first_token(self, numbers: list[int]) -> None:
+    def have_first_token(self, numbers: list[int], *, at: float | None = None) -> None:
         """Rows got the first token that they did not come with."""
         if self._performance is not None:
-            self._performance.first_token(self._owed[number].sample_id for number in numbers)
+            self._performance.first_token((self._owed[number].sample_id for number in numbers), at=at)
+
+    def give_up(self) -> None:
+        """The run has failed: what is owed will not come."""
+        if self._performance is not None:
+            self._performance.forget(row.sample_id for row in self._owed.values())
 
     def end(
-        self, number: int, tokens: Tensor, logprobs: Tensor, reason: FinishReason, *, cached_tokens: int = 0
+        self,
+        number: int,
+        tokens: Tensor,
+        logprobs: Tensor,
+        reason: FinishReason,
+        *,
+        cached_tokens: int = 0,
+        at: float | None = None,
     ) -> None:
         """A row has ended with these new tokens (int64 and float32, on the CPU).
 
-        cached_tokens: of what it came with, whose keys and values were not computed for it.
+        cached_tokens: Of what it came with, whose keys and values were not computed for it.
+        at: When, by the monitor's clock; now if not given.
 
         Raises:
             EngineError: A log-prob is not finite.
@@ -156,6 +168,7 @@ class Ledger:
                 prompt_tokens=row.prompt.numel() + row.num_begun,
                 response_tokens=tokens.numel(),
                 cached_tokens=cached_tokens,
+                at=at,
             )
         self._tokens_left -= self._max_new_tokens - row.num_begun
         if not bool(logprobs.isfinite().all()):
@@ -169,9 +182,9 @@ class Ledger:
         """Rows that have not ended, in the order of taking."""
         return list(self._owed.values())
 
-    def row(self, number: int) -> OwedRow | None:
-        """A row that has not ended; None where it has, or is of another run."""
-        return self._owed.get(number)
+    def row(self, number: int) -> OwedRow:
+        """A row that has not ended."""
+        return self._owed[number]
 
     def load(self, *, new_tokens: int) -> Load:
         """What is owed; `new_tokens`: those that rows which have not ended got since they were taken."""

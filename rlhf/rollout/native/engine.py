@@ -62,15 +62,12 @@ class NativeEngine:
 
     def run(self, feed: Feed | None, sampling: SamplingConfig) -> None:
         """See `RolloutEngine.run`."""
-        if self._cache is None:
-            raise EngineError(
-                "native engine: asleep; needs the memory of keys and values to generate; call wake() first"
-            )
+        cache = self._check_awake()
         check_can_stop(sampling.stop, self._decode, where="native engine")
         self._model.pack()
         decoder = Decoder(
             self._model,
-            self._cache,
+            cache,
             self._peers,
             sampling=sampling,
             stop_ids=self._stop_ids(sampling),
@@ -98,8 +95,9 @@ class NativeEngine:
         """See `RolloutEngine.collect`."""
         if not self._submitted:
             raise EngineError("native engine: nothing was submitted since the last collect; call submit() first")
-        rollout, self._submitted = collect(self, self._submitted), []
-        return rollout
+        self._check_awake()
+        submitted, self._submitted = self._submitted, []
+        return collect(self, submitted)
 
     def generate(self, prompts: PromptBatch | None, sampling: SamplingConfig, *, attempt: int = 0) -> Rollout | None:
         """See `RolloutEngine.generate`."""
@@ -147,6 +145,13 @@ class NativeEngine:
         """See `RolloutEngine.close`."""
         self.sleep()
         self._model.params.clear()
+
+    def _check_awake(self) -> KvCache:
+        if self._cache is None:
+            raise EngineError(
+                "native engine: asleep; needs the memory of keys and values to generate; call wake() first"
+            )
+        return self._cache
 
     def _ledger(self, sampling: SamplingConfig) -> Ledger:
         return Ledger(

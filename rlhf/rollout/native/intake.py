@@ -79,6 +79,7 @@ class Intake:
             try:
                 orders = self._ask(*self._leads, ended, room=room, new_tokens=new_tokens, is_idle=is_idle)
             except Exception as error:
+                self._leads[1].give_up()
                 self._share(_FAILED, [], (0, 0), why=str(error) or type(error).__name__)
                 raise
             counts = self._leads[1].num_finished, self._leads[1].num_taken

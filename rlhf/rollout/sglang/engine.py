@@ -20,20 +20,22 @@ from rlhf.errors import EngineError
 from rlhf.families.registry import hf_config
 from rlhf.families.spec import ModelSpec
 from rlhf.reshard.layout import ModelLayout
-from rlhf.rollout.admission import check_can_stop, check_fits, check_vocabulary
+from rlhf.rollout.admission import check_can_stop
 from rlhf.rollout.engine import ProgressFn
+from rlhf.rollout.feed import Feed, Work
+from rlhf.rollout.ledger import Ledger
 from rlhf.rollout.performance import PerformanceMonitor
-from rlhf.rollout.seeds import sample_seed
 from rlhf.rollout.sglang.cpu import cpu_environment
 from rlhf.rollout.sglang.layout import Sizes, sglang_layout
 from rlhf.rollout.sglang.meeting import environment_on_one_host
 from rlhf.rollout.sglang.process import HostPort, HostProcess
-from rlhf.rollout.sglang.responses import report_times, rollout_of
-from rlhf.rollout.sglang.server_args import ENVIRONMENT, NO_VERSION, Place, sampling_args, server_args
+from rlhf.rollout.sglang.run import Run
+from rlhf.rollout.sglang.server_args import ENVIRONMENT, NO_VERSION, Place, server_args
 from rlhf.rollout.sglang.sink import SchedulerSink, check_models
 from rlhf.rollout.sglang.team import Team
-from rlhf.rollout.sglang.wire import Errand, Order, Response
+from rlhf.rollout.sglang.wire import Errand, Order
 from rlhf.rollout.stopping import Decode
+from rlhf.rollout.submissions import Submissions, collect
 
 WHERE = "sglang engine"
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -79,8 +81,7 @@ class SGLangEngine:
         self._team = Team(cpu_group)
         if cpu_group is not None and self._team.size != config.tp:
             raise EngineError(f"{WHERE}: cpu_group has {self._team.size} ranks, but rollout.tp = {config.tp}")
-        self._prompts: list[PromptBatch] = []
-        self._sampling: list[dict[str, Any]] = []
+        self._submitted: Submissions = []
         self._version, self._awake = NO_VERSION, True
         self._folder: Path | None = None
         self._host: HostProcess | None = None
@@ -98,20 +99,53 @@ class SGLangEngine:
 
     # Sampling
 
-    def submit(self, prompts: PromptBatch | None, sampling: SamplingConfig, *, attempt: int = 0) -> None:
-        """See `RolloutEngine.submit`."""
-        self._team.together(lambda: self._queue(prompts, sampling, attempt))
-
-    def collect(self) -> Rollout | None:
-        """See `RolloutEngine.collect`.
+    def run(self, feed: Feed | None, sampling: SamplingConfig) -> None:
+        """See `RolloutEngine.run`.
 
         Raises:
             EngineError: As there; also when the host process died, hangs, or answered by other weights than the last
                 update's. On all ranks.
         """
-        if not self._awake:
-            raise EngineError(f"{WHERE}: asleep; needs the memory of keys and values; call wake() first")
-        return self._team.together(self._answer)
+        self._check_awake()
+        raised: list[Exception] = []
+
+        def work() -> None:
+            assert feed is not None, "the leader has a feed"
+            try:
+                self._run(feed, sampling)
+            except EngineError:
+                raise
+            except Exception as error:
+                raised.append(error)
+                raise EngineError(f"{WHERE}: on the leader: {type(error).__name__}: {error}") from error
+
+        try:
+            self._team.together(work)
+        except EngineError:
+            if raised:
+                raise raised[0] from None
+            raise
+
+    def submit(self, prompts: PromptBatch | None, sampling: SamplingConfig, *, attempt: int = 0) -> None:
+        """See `RolloutEngine.submit`."""
+
+        def checked() -> Work:
+            if prompts is None:
+                raise EngineError(f"{WHERE}: no prompts on the leader (tp rank 0); needs a PromptBatch, maybe empty")
+            check_can_stop(sampling.stop, self._decode, where=WHERE)
+            self._ledger(sampling).check(prompts)
+            return Work(prompts, attempt=attempt)
+
+        self._submitted.append((sampling, self._team.together(checked)))
+
+    def collect(self) -> Rollout | None:
+        """See `RolloutEngine.collect`."""
+        if not self._submitted:
+            raise EngineError(f"{WHERE}: nothing was submitted since the last collect; call submit() first")
+        self._check_awake()
+        self._team.together(self._check_weights)
+        submitted, self._submitted = self._submitted, []
+        return collect(self, submitted)
 
     def generate(self, prompts: PromptBatch | None, sampling: SamplingConfig, *, attempt: int = 0) -> Rollout | None:
         """See `RolloutEngine.generate`."""
@@ -214,42 +248,38 @@ class SGLangEngine:
         if self._port is not None:
             self._port.is_updating = False
 
-    def _queue(self, prompts: PromptBatch | None, sampling: SamplingConfig, attempt: int) -> None:
-        if prompts is None:
-            raise EngineError(f"{WHERE}: no prompts on the leader (tp rank 0); needs a PromptBatch, maybe empty")
-        check_can_stop(sampling.stop, self._decode, where=WHERE)
-        tokens, sample_ids = prompts.tokens, prompts.sample_ids.tolist()
-        check_vocabulary(
-            tokens.values.cpu(), tokens.lengths, prompts.sample_ids, vocab_size=self._spec.vocab_size, where=WHERE
-        )
-        for count, sample_id in zip(tokens.lengths.tolist(), sample_ids, strict=True):
-            check_fits(count, sampling.max_new_tokens, self._config.kv_cache_tokens, sample_id=sample_id, where=WHERE)
-        self._sampling += [
-            sampling_args(
-                sampling,
-                self._eos_token_ids,
-                seed=sample_seed(self._run_seed, sample_id, attempt),
-                prompt_tokens=prompt_tokens,
-            )
-            for sample_id, prompt_tokens in zip(sample_ids, tokens.lengths.tolist(), strict=True)
-        ]
-        self._prompts.append(prompts)
+    def _check_awake(self) -> None:
+        if not self._awake:
+            raise EngineError(f"{WHERE}: asleep; needs the memory of keys and values; call wake() first")
 
-    def _answer(self) -> Rollout:
+    def _check_weights(self) -> None:
         if self._version == NO_VERSION or (self._port is not None and self._port.is_updating):
             raise EngineError(f"{WHERE}: it has no weights yet; needs a whole update; call weights_updated() first")
-        if not self._prompts:
-            raise EngineError(f"{WHERE}: nothing was submitted since the last collect; call submit() first")
-        (queued, self._prompts), (sampling, self._sampling) = (self._prompts, []), (self._sampling, [])
-        prompts = queued[0] if len(queued) == 1 else PromptBatch.concat(queued)
-        rows = [row.tolist() for row in prompts.tokens.rows()]
-        responses: list[Response] = self._alive.call("generate", rows, sampling, on_progress=self._on_progress)
-        if self._on_progress is not None:
-            self._on_progress(len(rows), len(rows))
-        if self._performance is not None:
-            report_times(self._performance, prompts, responses)
-        wanted = [one["max_new_tokens"] for one in sampling]
-        return rollout_of(prompts, responses, max_new_tokens=wanted, version=self._version)
+
+    def _run(self, feed: Feed, sampling: SamplingConfig) -> None:
+        self._check_weights()
+        check_can_stop(sampling.stop, self._decode, where=WHERE)
+        Run(
+            self._alive,
+            feed,
+            self._ledger(sampling),
+            sampling=sampling,
+            eos_token_ids=self._eos_token_ids,
+            max_running=self._config.max_running,
+            version=self._version,
+            on_progress=self._on_progress,
+        ).go()
+
+    def _ledger(self, sampling: SamplingConfig) -> Ledger:
+        return Ledger(
+            sampling,
+            vocab_size=self._spec.vocab_size,
+            kv_cache_tokens=self._config.kv_cache_tokens,
+            run_seed=self._run_seed,
+            policy_version=int(self._version),
+            where=WHERE,
+            performance=self._performance,
+        )
 
     def _start(self, place: Place, log_folder: Path | None) -> None:
         options, rank = self._config.sglang, dist.get_rank() if dist.is_initialized() else 0

@@ -9,31 +9,25 @@ import os
 import pickle
 import signal
 import threading
-import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from math import nan
 from multiprocessing.connection import Connection
 from typing import Any
 
 from rlhf.rollout.sglang.cpu import install_cpu_shim
 from rlhf.rollout.sglang.inside import LOADER, RPC, Entry, packed_errand, run_detokenizer, run_scheduler
 from rlhf.rollout.sglang.parent import die_with_parent
+from rlhf.rollout.sglang.requests import Requests
 from rlhf.rollout.sglang.wire import (
     Errand,
     Order,
     Outcome,
-    Progress,
     Reply,
     Request,
-    Response,
-    Times,
     take_outcomes,
 )
 
-BEAT_S = 1.0
-"""How often a request at work tells that the engine moves."""
 PLAIN_BACKENDS = ("triton", "auto", "torch_native")
 """Backends of experts that take the weights as the model has them; anything else SGLang may have chosen is refused."""
 
@@ -91,15 +85,16 @@ class Host:
         self._engine, self._tokenizer = engine, engine.tokenizer_manager
         self._channel, self._tp_size, self._cpu = channel, tp_size, cpu
         self._updating = False
-        self._clocks = Clocks(engine.tokenizer_manager)
+        self._requests = Requests(engine.tokenizer_manager, channel.send)
         self._verbs: dict[str, Callable[..., Awaitable[Any]]] = {
+            "sample": self._requests.begin,
+            "abort": self._requests.abort,
             "begin_update": self._begin_update,
             "load_window": self._load_window,
             "end_update": self._end_update,
             "ask_schedulers": self._ask_schedulers,
             "pause": self._pause,
             "resume": self._resume,
-            "abort": self._abort,
             "flush": self._flush,
             "release_memory": self._release_memory,
             "retake_memory": self._retake_memory,
@@ -126,54 +121,14 @@ class Host:
 
     async def _answer(self, request: Request) -> None:
         try:
-            if request.verb == "generate":
-                value: Any = await self._generate(request.number, *request.arguments)
-            else:
-                value = await self._verbs[request.verb](*request.arguments)
-            reply = Reply(request.number, value)
+            reply = Reply(request.number, await self._verbs[request.verb](*request.arguments))
         except Exception as error:  # noqa: BLE001  the leader rank decides what becomes of it
             traceback.print_exc()
             reply = Reply(request.number, error=f"{type(error).__name__}: {error}")
-        self._channel.send(reply)
+        if request.number or reply.error:  # the others are answered by messages of their own
+            self._channel.send(reply)
 
     # Sampling
-
-    async def _generate(
-        self, number: int, prompts: Sequence[Sequence[int]], sampling: Sequence[dict[str, Any]]
-    ) -> list[Response]:
-        """Answers in the order of the prompts; each has sampling parameters of its own."""
-        waiting = [asyncio.ensure_future(self._one(list(p), s)) for p, s in zip(prompts, sampling, strict=True)]
-        seen = None
-        try:
-            while unfinished := [task for task in waiting if not task.done()]:
-                finished = len(waiting) - len(unfinished)
-                if seen != (seen := (finished, self._tokenizer.last_receive_tstamp)):
-                    self._channel.send(Progress(number, finished, len(waiting)))
-                await asyncio.wait(unfinished, timeout=BEAT_S, return_when=asyncio.FIRST_COMPLETED)
-            return [task.result() for task in waiting]
-        finally:
-            for task in waiting:
-                task.cancel()
-
-    async def _one(self, prompt: list[int], sampling: dict[str, Any]) -> Response:
-        from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: PLC0415
-
-        received = time.monotonic()
-        asked = GenerateReqInput(input_ids=prompt, sampling_params=sampling, return_logprob=True, stream=False)
-        meta = [answer["meta_info"] async for answer in self._tokenizer.generate_request(asked, None)][-1]
-        scored = meta.get("output_token_logprobs") or []  # none of what was aborted before it began
-        spans = meta.get("weight_versions") or []
-        return Response(
-            tokens=tuple(token for _, token, _ in scored),
-            logprobs=tuple(logprob for logprob, _, _ in scored),
-            reason=meta["finish_reason"]["type"],
-            versions=tuple((span["version"], span["end"] - span["start"]) for span in spans),
-            cached_tokens=meta.get("cached_tokens", 0),
-            times=self._clocks.times_of(meta["id"], received),
-        )
-
-    async def _abort(self) -> None:
-        self._tokenizer.abort_request(abort_all=True)
 
     async def _pause(self, mode: str) -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput  # noqa: PLC0415
@@ -251,27 +206,6 @@ class Host:
 
         if not self._cpu:
             await self._tokenizer.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=list(tags)), None)
-
-
-class Clocks:
-    """When the scheduler began requests and they had their first tokens: SGLang looks once, at a first output."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._seen: dict[str, tuple[float, float]] = {}
-        self._look = tokenizer._get_scheduler_first_token_time
-        tokenizer._get_scheduler_first_token_time = self._hear
-
-    def times_of(self, name: str, received: float) -> Times:
-        """Of a request that has just ended, by SGLang's name of it; they are forgotten."""
-        begun, first_token = self._seen.pop(name, (nan, nan))
-        return Times(received, begun, first_token, time.monotonic())
-
-    def _hear(self, state: Any, output: Any, at: int) -> float | None:
-        if output.time_stats is not None:
-            told = output.time_stats[at]  # times are 0 before their time
-            self._seen[output.rids[at]] = (told.forward_entry_time or nan, told.prefill_finished_time or nan)
-        found: float | None = self._look(state, output, at)
-        return found
 
 
 def _demand(said: tuple[bool, str]) -> None:

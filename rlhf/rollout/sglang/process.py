@@ -14,8 +14,7 @@ from typing import Any
 
 from rlhf.dist.ending import end_tree
 from rlhf.errors import EngineError
-from rlhf.rollout.engine import ProgressFn
-from rlhf.rollout.sglang.wire import Errand, Order, Progress, Reply, Request
+from rlhf.rollout.sglang.wire import Errand, Order, Reply, Request
 
 SLICE_S = 0.5
 """How long the leader rank waits at a time before it looks at the clock."""
@@ -62,7 +61,7 @@ class HostProcess:
             EngineError: It could not start, or not in time.
         """
         self._name, self._log_path, self._limit_s = log_path.stem, log_path, reply_limit_s
-        self._number = 0
+        self._number, self._heard = 0, time.monotonic()
         log_path.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
         with theirs, log_path.open("ab") as log:
@@ -78,12 +77,12 @@ class HostProcess:
         self._channel: Connection | None = Connection(ours.detach())
         self._channel.send(order)
         try:
-            self._await(0, start_limit_s, on_progress=None, on_wait=on_wait, renews=False)
+            self._await(0, start_limit_s, on_wait=on_wait)
         except BaseException:
             self.close()
             raise
 
-    def call(self, verb: str, *arguments: Any, on_progress: ProgressFn | None = None, patient: bool = False) -> Any:
+    def call(self, verb: str, *arguments: Any, patient: bool = False) -> Any:
         """Ask for something and wait for it; `patient`: without a limit, as long as the host lives.
 
         Raises:
@@ -95,7 +94,34 @@ class HostProcess:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its end is read below
             self._channel.send(Request(self._number, verb, arguments))
         limit_s = math.inf if patient else self._limit_s
-        return self._await(self._number, limit_s, on_progress=on_progress, on_wait=None, renews=True, verb=verb)
+        return self._await(self._number, limit_s, on_wait=None, verb=verb)
+
+    def tell(self, verb: str, *arguments: Any) -> None:
+        """Ask for something that is answered by messages, if at all; `hear` them."""
+        if self._channel is None:
+            raise EngineError(f"{self._name}: its host process has ended; needs a new engine; start the job again")
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its end is read below
+            self._channel.send(Request(0, verb, arguments))
+
+    def hear(self, wait_s: float, *, verb: str) -> list[Any]:
+        """Messages that have come; waits so long for a first one. `verb`: what the host should be at, "" for nothing.
+
+        Raises:
+            EngineError: The host is dead, or should be at something and has said nothing for too long (it is killed).
+        """
+        if self._channel is None:
+            raise EngineError(f"{self._name}: its host process has ended; needs a new engine; start the job again")
+        told, now = list[Any](), time.monotonic()
+        try:
+            while self._channel.poll(0.0 if told else wait_s):
+                told.append(self._channel.recv())
+        except (EOFError, ConnectionResetError):
+            raise self._lost(f"died at {verb}") from None
+        if told or not verb:
+            self._heard = now
+        elif now > self._heard + self._limit_s:
+            raise self._lost(f"has said nothing for {self._limit_s:g} s while it was at {verb}; it was killed")
+        return told
 
     def close(self) -> None:
         """End the host and all that it started, and nothing else. Idempotent."""
@@ -104,6 +130,11 @@ class HostProcess:
             self._channel = None
         end_tree(self._process.pid)
         self._process.wait()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be asked for anything."""
+        return self._channel is not None
 
     @property
     def pid(self) -> int:
@@ -115,12 +146,10 @@ class HostProcess:
         number: int,
         limit_s: float,
         *,
-        on_progress: ProgressFn | None,
         on_wait: Callable[[], None] | None,
-        renews: bool,
         verb: str = "start",
     ) -> Any:
-        """The value of a request. `renews`: a sign of life sets the clock back."""
+        """The value of a request."""
         assert self._channel is not None, "asked above"
         until = time.monotonic() + limit_s
         while True:
@@ -134,10 +163,6 @@ class HostProcess:
                 told = self._channel.recv()
             except (EOFError, ConnectionResetError):
                 raise self._lost(f"died at {verb}") from None
-            if isinstance(told, Progress) and renews:
-                until = time.monotonic() + limit_s
-                if on_progress is not None:
-                    on_progress(told.finished, told.total)
             if isinstance(told, Reply) and told.number == number:
                 if told.error:
                     raise EngineError(

@@ -5,6 +5,8 @@ Imports nothing of the project but its errors: the host may run in another envir
 
 import pickle
 import tempfile
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
@@ -51,12 +53,24 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """A sign of life while a request is at work."""
+class Ask:
+    """One response to be sampled, or continued. Tokens are packed, since lists are pickled integer by integer."""
 
     number: int
-    finished: int
-    total: int
+    """Comes back with the response."""
+    prompt: bytes
+    begun: bytes
+    """What there is of the response."""
+    sampling: dict[str, Any]
+    """SGLang's parameters, of the tokens that are missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A sign of life while responses grow."""
+
+    new_tokens: int
+    """Of responses that have not ended, as far as the host knows: SGLang tells it every 50 tokens of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +99,12 @@ class Times:
 class Response:
     """One answer of the engine."""
 
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    number: int
+    """Of its `Ask`."""
+    tokens: bytes
+    """New ones, packed."""
+    logprobs: bytes
+    """float32."""
     reason: str
     """stop, length or abort."""
     versions: tuple[tuple[str, int], ...]
@@ -94,6 +112,15 @@ class Response:
     cached_tokens: int = 0
     """Of the prompt, that were in the prefix cache."""
     times: Times = Times()
+    error: str = ""
+    """Why SGLang did not answer; nothing else means anything then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Responses that ended since the last message."""
+
+    responses: tuple[Response, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +129,21 @@ class Outcome:
 
     value: Any = None
     error: str = ""
+
+
+def pack_tokens(tokens: Iterable[int]) -> bytes:
+    """Token ids as int32."""
+    return array("i", tokens).tobytes()
+
+
+def pack_logprobs(logprobs: Iterable[float]) -> bytes:
+    """As float32."""
+    return array("f", logprobs).tobytes()
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    """What was packed."""
+    return array("i", packed).tolist()
 
 
 def write_outcome(tp_rank: int, outcome: Outcome) -> None:

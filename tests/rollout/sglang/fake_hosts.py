@@ -1,5 +1,6 @@
 """Host processes without SGLang: each speaks to its leader rank as the real one does, up to a point."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -7,11 +8,11 @@ import sys
 import time
 from multiprocessing.connection import Connection
 
-from rlhf.rollout.sglang.wire import Progress, Reply
+from rlhf.rollout.sglang.wire import Answers, Ask, Beat, Reply, Response, pack_logprobs, pack_tokens, unpack_tokens
 
 
 def answers(fd: int) -> None:
-    """Does what its leader asks: echo, fail, slow (three signs of life, then the answer), hang, die, child."""
+    """Does what its leader asks: echo, fail, slow (three signs of life, and the answer), hang, die, child."""
     channel = Connection(fd)
     channel.recv()
     channel.send(Reply(0))
@@ -20,7 +21,7 @@ def answers(fd: int) -> None:
         if request.verb == "slow":
             for step in range(3):
                 time.sleep(0.6)
-                channel.send(Progress(request.number, step, 3))
+                channel.send(Beat(step))
         if request.verb == "hang":
             time.sleep(3600)
         if request.verb == "die":
@@ -29,6 +30,46 @@ def answers(fd: int) -> None:
         error = "ValueError: as asked" if request.verb == "fail" else ""
         child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE).pid if not error else 0
         channel.send(Reply(request.number, value=(request.arguments, child), error=error))
+
+
+def samples(fd: int) -> None:
+    """Answers each request after three more turns of 5 ms, at most four at a time; refuses prompts that begin with 99.
+
+    The tokens count on from the last one that came; the log-prob of token t is -t. Half the tokens on an abort.
+    """
+    channel = Connection(fd)
+    channel.recv()
+    channel.send(Reply(0))
+    waiting: list[Ask] = []
+    running: list[tuple[int, Ask]] = []
+    for turn in itertools.count():
+        while waiting and len(running) < 4:
+            running.append((turn + 3, waiting.pop(0)))
+        while channel.poll(0.005 if running else 0.1):
+            request = channel.recv()
+            if request.verb == "sample":
+                waiting += request.arguments[0]
+            if request.verb == "abort":
+                channel.send(Answers(tuple(_said(ask, 0.5) for _, ask in running)))
+                channel.send(Answers(tuple(_said(ask, 0.0) for ask in waiting)))
+                waiting, running = [], []
+        ended = [ask for until, ask in running if until <= turn]
+        running = [(until, ask) for until, ask in running if until > turn]
+        if ended:
+            channel.send(Answers(tuple(_said(ask, 1.0) for ask in ended)))
+
+
+def _said(ask: Ask, share: float) -> Response:
+    came, wanted = unpack_tokens(ask.prompt + ask.begun), ask.sampling["max_new_tokens"]
+    tokens = [came[-1] + 1 + i for i in range(int(wanted * share))]
+    return Response(
+        number=ask.number,
+        tokens=pack_tokens(tokens),
+        logprobs=pack_logprobs(-token for token in tokens),
+        reason="length" if share == 1.0 else "abort",
+        versions=(("4", len(tokens)),) if tokens else (),
+        error="ValueError: as asked" if came[0] == 99 else "",
+    )
 
 
 def never_ready(fd: int) -> None:

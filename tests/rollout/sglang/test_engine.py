@@ -12,7 +12,9 @@ import torch
 from rlhf.config.rollout import SamplingConfig
 from rlhf.data.batch import FinishReason, Provenance
 from rlhf.errors import EngineError
+from rlhf.rollout.feed import Work
 from rlhf.rollout.performance import PerformanceMonitor
+from tests.rollout.feeds import Scripted, assert_same, one_by_one
 from tests.rollout.sglang.errands import Fails, Shapes
 from tests.rollout.sglang.listeners import check_private
 from tests.rollout.sglang.tiny import load, make_engine, needs_sglang
@@ -24,6 +26,9 @@ pytestmark = needs_sglang
 
 GREEDY = SamplingConfig(temperature=0.0, max_new_tokens=13)
 EOS = 17
+SAMPLED = SamplingConfig(temperature=0.9, top_k=60, max_new_tokens=13)
+GREEDY_LONG = SamplingConfig(temperature=0.0, max_new_tokens=200, ignore_eos=True)
+SAMPLED_LONG = SamplingConfig(temperature=0.9, max_new_tokens=200, ignore_eos=True)
 MODEL = "qwen3"
 ALIGNED = {"intermediate_size": 96}
 """On CPUs SGLang pads MLPs to a multiple of 32 a rank, which our layout does not describe."""
@@ -96,7 +101,7 @@ def test_sampled_logprobs_are_those_of_the_tempered_distribution_before_any_cut(
             assert bool((ranks < 9).all())  # top_k is obeyed; which log-prob it has is another matter
 
 
-def test_samples_of_one_prompt_differ_and_greedy_and_sampled_rows_share_a_batch(engine, model):
+def test_samples_of_one_prompt_differ_and_submissions_are_collected_in_their_order(engine, model):
     batch = prompts((6,), samples=8)
     engine.submit(batch, SamplingConfig(temperature=1.0, max_new_tokens=12, ignore_eos=True))
     engine.submit(batch, GREEDY)
@@ -176,9 +181,7 @@ def test_rows_are_timed_by_sglang_and_found_prefixes_are_counted(engine):
     assert sorted(seen.queue_s)[-1] > sorted(seen.first_token_s)[0]  # 5 run at a time, so the last ones wait for others
     assert 0 < seen.decode_s < seen.busy_s <= seen.seconds
     assert seen.response_tokens >= 10
-    assert (
-        5 * 59 <= seen.cached_tokens <= 9 * 59
-    )  # at least the second half finds the prompt; its last token is computed
+    assert seen.cached_tokens == 9 * 59  # the first one computes the prompt, each its last token
 
 
 def test_an_asleep_engine_refuses_and_wakes_with_the_same_answers(engine):
@@ -200,6 +203,72 @@ def test_schedulers_tell_their_parameters_and_an_errand_that_fails_is_named(engi
     assert shapes["model.layers.1.self_attn.qkv_proj.weight"] == ((4 + 2 + 2) * 16, 44)
     with pytest.raises(EngineError, match=r"tp rank 0: ValueError: no such window"):
         engine.ask_schedulers(Fails())
+
+
+def test_rows_that_come_while_others_run_come_back_once_and_as_if_alone(engine):
+    batch = prompts(samples=3)
+    wanted = engine.generate(batch, SAMPLED)
+    for size, ready in ((1, lambda feed: feed.asked % 2 == 0), (4, lambda feed: feed.num_done >= len(feed.parts) - 1)):
+        feed = Scripted(one_by_one(batch, size=size), ready=ready)
+        engine.run(feed, SAMPLED)
+        assert_same(feed.by_sample(), wanted, atol=1e-4)  # the batch's size decides over the last bits
+        assert len(feed.parts) > 2
+
+
+@pytest.mark.parametrize("sampling", [GREEDY_LONG, SAMPLED_LONG], ids=["greedy", "sampled"])
+def test_stopped_rows_come_back_with_what_they_have_and_go_on_as_if_uninterrupted(engine, sampling):
+    """More rows than run at a time, some of which SGLang has waiting, and some have not reached it."""
+    batch = prompts(samples=3)
+    wanted = engine.generate(batch, sampling)
+    feed = Scripted([Work(batch)], stops=lambda feed: feed.judged > 12)
+    engine.run(feed, sampling)
+    part = feed.by_sample()
+    assert len(part) == len(batch)
+    lengths, reasons = part.responses.lengths, part.finish_reasons
+    assert bool(((lengths == 200) == (reasons == FinishReason.LENGTH)).all())
+    assert 0 in lengths
+    assert bool(((lengths > 0) & (reasons == FinishReason.ABORT)).any())
+    for row, whole in zip(part.responses.rows(), wanted.responses.rows(), strict=True):
+        assert row.tolist() == whole[: len(row)].tolist()
+    again = Scripted([Work(part.prompts, begun=part)])
+    engine.run(again, sampling)
+    assert_same(again.by_sample(), wanted, atol=1e-4)
+
+
+def test_samples_of_a_prompt_share_what_was_computed_for_it(engine):
+    monitor, batch = engine._performance, prompts((65, 40, 33, 2), samples=8, seed=77)  # new to the cache
+    with monitor.measuring():
+        engine.generate(batch, GREEDY)
+    assert monitor.window().cached_tokens == 7 * (64 + 39 + 32 + 1)  # all but each prompt's last
+
+
+def test_a_feed_that_raises_leaves_an_engine_that_answers(engine):
+    batch = prompts(samples=2)
+    wanted = engine.generate(batch, GREEDY)
+
+    def fails(feed):
+        if feed.judged == 3:
+            raise ZeroDivisionError
+        return False
+
+    with pytest.raises(ZeroDivisionError):
+        engine.run(Scripted([Work(batch)], stops=fails), GREEDY)
+    assert_same(engine.generate(batch, GREEDY), wanted, atol=1e-4)
+
+
+def test_rows_of_old_weights_go_on_with_new_ones(engine, model, tmp_path):
+    batch = prompts((70, 71))
+    feed = Scripted([Work(batch)], stops=lambda feed: feed.judged > 5)
+    engine.run(feed, GREEDY_LONG)
+    old = feed.by_sample()
+    load(engine, model, tmp_path, version=15)
+    feed = Scripted([Work(batch, begun=old)])
+    engine.run(feed, GREEDY_LONG)
+    new = feed.by_sample()
+    counts = zip(old.responses.lengths.tolist(), new.policy_versions.rows(), strict=True)
+    assert all(versions.tolist() == [5] * count + [15] * (200 - count) for count, versions in counts)
+    check_logprobs(model, new)
+    load(engine, model, tmp_path, version=5)
 
 
 def test_new_weights_are_used_at_once_and_old_keys_and_values_are_not(engine, model, tmp_path):

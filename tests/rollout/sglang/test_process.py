@@ -8,7 +8,7 @@ import pytest
 
 from rlhf.errors import EngineError
 from rlhf.rollout.sglang.process import HostProcess
-from rlhf.rollout.sglang.wire import Order
+from rlhf.rollout.sglang.wire import Beat, Order, Reply
 
 
 def start(folder: Path, entry: str = "answers", *, limit_s: float = 1.0, **changes: object) -> HostProcess:
@@ -23,6 +23,11 @@ def start(folder: Path, entry: str = "answers", *, limit_s: float = 1.0, **chang
     )
 
 
+def hear_until(host, verb, heard, is_enough):
+    while not is_enough():
+        heard += host.hear(0.1, verb=verb)
+
+
 def test_an_answer_comes_back_and_an_error_leaves_the_host_alive(tmp_path):
     host = start(tmp_path)
     assert host.call("echo", 3, "x")[0] == (3, "x")
@@ -33,10 +38,23 @@ def test_an_answer_comes_back_and_an_error_leaves_the_host_alive(tmp_path):
 
 
 def test_signs_of_life_set_the_clock_back_and_are_passed_on(tmp_path):
-    host, seen = start(tmp_path, limit_s=1.2), []
-    assert host.call("slow", 1, on_progress=lambda done, total: seen.append((done, total)))[0] == (1,)
-    assert seen == [(0, 3), (1, 3), (2, 3)]
-    host.close()
+    host, heard = start(tmp_path, limit_s=1.2), []
+    host.tell("slow", 1)
+    hear_until(host, "slow", heard, lambda: any(isinstance(one, Reply) for one in heard))
+    assert heard[:3] == [Beat(0), Beat(1), Beat(2)]
+    assert host.hear(1.5, verb="") == []  # it should be at nothing
+    with pytest.raises(EngineError, match=r"engine_0: its host process has said nothing for 1.2 s while it was at it"):
+        hear_until(host, "it", [], lambda: False)
+    with pytest.raises(EngineError, match="its host process has ended"):
+        host.tell("slow", 1)
+
+
+def test_a_host_that_dies_while_it_is_heard_is_named(tmp_path):
+    host = start(tmp_path, limit_s=60.0)
+    host.tell("die")
+    with pytest.raises(EngineError, match=r"(?s)died at die \(exit code -9\).*the last words"):
+        hear_until(host, "die", [], lambda: False)
+    assert not host.is_open
 
 
 def test_a_host_that_says_nothing_is_killed_and_named(tmp_path):

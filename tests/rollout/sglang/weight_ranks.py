@@ -165,9 +165,7 @@ def refuses_to_answer(engine: Engine, case: Case) -> None:
         leads = dist.get_rank() == case.dst.ranks[0]
         with pytest.raises(EngineError, match="no weights yet"):
             engine.engine.generate(case.prompts if leads else None, GREEDY)
-        if leads:  # what was submitted is answered with the first weights
-            engine.engine._prompts.clear()
-            engine.engine._sampling.clear()
+        engine.engine._submitted.clear()  # else it is answered with the first weights
 
 
 def each_tensor_left_out(case: Case, engine: SGLangEngine) -> None:
