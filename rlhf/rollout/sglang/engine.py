@@ -107,24 +107,7 @@ class SGLangEngine:
                 update's. On all ranks.
         """
         self._check_awake()
-        raised: list[Exception] = []
-
-        def work() -> None:
-            assert feed is not None, "the leader has a feed"
-            try:
-                self._run(feed, sampling)
-            except EngineError:
-                raise
-            except Exception as error:
-                raised.append(error)
-                raise EngineError(f"{WHERE}: on the leader: {type(error).__name__}: {error}") from error
-
-        try:
-            self._team.together(work)
-        except EngineError:
-            if raised:
-                raise raised[0] from None
-            raise
+        self._team.together(lambda: self._run(feed, sampling))
 
     def submit(self, prompts: PromptBatch | None, sampling: SamplingConfig, *, attempt: int = 0) -> None:
         """See `RolloutEngine.submit`."""
@@ -256,7 +239,8 @@ class SGLangEngine:
         if self._version == NO_VERSION or (self._port is not None and self._port.is_updating):
             raise EngineError(f"{WHERE}: it has no weights yet; needs a whole update; call weights_updated() first")
 
-    def _run(self, feed: Feed, sampling: SamplingConfig) -> None:
+    def _run(self, feed: Feed | None, sampling: SamplingConfig) -> None:
+        assert feed is not None, "the leader has a feed"
         self._check_weights()
         check_can_stop(sampling.stop, self._decode, where=WHERE)
         Run(

@@ -28,19 +28,22 @@ class Team:
         The others wait in a collective of host memory, with the group's time-out; never inside one of the device.
 
         Raises:
-            EngineError: The leader's work raised it; on all ranks.
+            EngineError: The leader's work raised it, or something else that the leader gets as it was; on all ranks.
         """
         value: T | None = None
-        told = [""]
+        told, raised = [""], None
         if self.is_leader:
             try:
                 value = work()
-            except EngineError as error:
+            except Exception as error:
                 if self._group is None:
                     raise
-                told = [str(error)]
+                raised = error
+                told = [str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"]
         if self._group is not None:
             dist.broadcast_object_list(told, group=self._group, group_src=0)
+        if raised is not None:
+            raise raised
         if told[0]:
             raise EngineError(told[0])
         return value
