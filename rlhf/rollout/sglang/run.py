@@ -120,8 +120,7 @@ class Run:
                 for response in told.responses:
                     self._at_work.remove(response.number)
                     take_in(response)
-        if self._on_progress is not None:
-            self._on_progress(self._ledger.num_finished, self._ledger.num_taken)
+        self._report()
 
     def _end(self, response: Response) -> None:
         row = self._ledger.row(response.number)
@@ -153,3 +152,8 @@ class Run:
         finished = self._ledger.finished()
         if finished is not None:
             self._feed.done(finished)
+            self._report()
+
+    def _report(self) -> None:
+        if self._on_progress is not None:
+            self._on_progress(self._ledger.num_finished, self._ledger.num_taken)

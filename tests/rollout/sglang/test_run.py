@@ -68,7 +68,7 @@ def test_rows_that_come_while_others_run_come_back_once(host, size):
     assert found.rollout_logprobs.values.tolist() == [-token for token in found.responses.values.tolist()]
     assert len(feed.parts) > 3
     assert progress == sorted(progress)
-    assert progress[-1][1] == 40
+    assert progress[-1] == (40, 40)
 
 
 def test_what_the_host_has_at_a_time_is_bounded_and_never_less_than_it_can_run(host):
