@@ -28,6 +28,8 @@ from rlhf.rollout.sglang.wire import (
     take_outcomes,
 )
 
+SETTLE_S = 5.0
+"""How long schedulers may take to be idle once they have answered everything."""
 PLAIN_BACKENDS = ("triton", "auto", "torch_native")
 """Backends of experts that take the weights as the model has them; anything else SGLang may have chosen is refused."""
 
@@ -141,7 +143,8 @@ class Host:
         await self._tokenizer.continue_generation(ContinueGenerationReqInput())
 
     async def _flush(self) -> None:
-        flushed = await self._tokenizer.flush_cache()
+        """Forget keys and values. A scheduler is idle only a step after its last answer, so it gets a moment."""
+        flushed = await self._tokenizer.flush_cache(timeout_s=SETTLE_S)
         if not flushed.success:
             raise RuntimeError(f"SGLang did not flush its cache: {flushed.message or 'requests are running'}")
 
@@ -193,11 +196,11 @@ class Host:
     # Memory
 
     async def _release_memory(self, tags: Sequence[str]) -> None:
-        """On CPUs SGLang keeps all of it; the cache is emptied."""
+        """On CPUs SGLang keeps all of it; the cache is emptied. Elsewhere a scheduler that is not idle would crash."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput  # noqa: PLC0415
 
+        await self._flush()
         if self._cpu:
-            await self._flush()
             return
         await self._tokenizer.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=list(tags)), None)
 

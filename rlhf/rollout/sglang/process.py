@@ -100,7 +100,8 @@ class HostProcess:
         """Ask for something that is answered by messages, if at all; `hear` them."""
         if self._channel is None:
             raise EngineError(f"{self._name}: its host process has ended; needs a new engine; start the job again")
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its end is read below
+        self._heard = time.monotonic()  # it has so long from now on
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `hear` reads its end
             self._channel.send(Request(0, verb, arguments))
 
     def hear(self, wait_s: float, *, verb: str) -> list[Any]:

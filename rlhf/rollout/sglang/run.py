@@ -8,13 +8,14 @@ import torch
 
 from rlhf.config.rollout import SamplingConfig
 from rlhf.data.batch import FinishReason
+from rlhf.errors import EngineError
 from rlhf.rollout.engine import ProgressFn
 from rlhf.rollout.feed import Feed, Verdict
 from rlhf.rollout.ledger import Ledger, OwedRow
 from rlhf.rollout.sglang.process import HostProcess
 from rlhf.rollout.sglang.responses import answer_of, report_times
 from rlhf.rollout.sglang.server_args import sampling_args
-from rlhf.rollout.sglang.wire import Answers, Ask, Beat, Response, pack_tokens
+from rlhf.rollout.sglang.wire import Answers, Ask, Beat, Reply, Response, pack_tokens
 
 ROUND_S = 0.02
 """The longest that a feed is not asked while responses grow."""
@@ -116,6 +117,9 @@ class Run:
         for told in self._host.hear(wait_s, verb=VERB if self._at_work else ""):
             if isinstance(told, Beat):
                 self._new_tokens = min(told.new_tokens, self._max_new_tokens * len(self._at_work))
+            if isinstance(told, Reply) and told.error:
+                self._at_work.clear()  # nobody knows what became of them
+                raise EngineError(f"sglang engine: {told.error}; see the engine's log")
             if isinstance(told, Answers):
                 for response in told.responses:
                     self._at_work.remove(response.number)
