@@ -104,7 +104,7 @@ class PPOLoop:
             experience = make_experience(
                 shaped, self.models, config, kl_coef=state.kl_coef, owners=owners, owners_group=self.owners_group
             )
-            mismatch = self.watch.look(experience, state, left_out=self._is_left_out(sync))
+            mismatch = self.watch.look(rollout, experience.old_logprobs, state, left_out=self._is_left_out(sync))
             critic_report, actor_report = self._update(state, experience, owners)
             self.calls.flush()
         samples = samples_of(experience, config, solved_at=self.config.eval.solved_at)

@@ -70,5 +70,7 @@ class Evidence:
     together: tuple[Again, ...]
     """The same prompts in one batch."""
     weights: WeightCheck
+    step_mean: float
+    """Mean |difference| over all tokens of the step that were compared."""
     sampling: Reading
     """As the config has it; the log-probs of both sides are without renormalisation."""

@@ -31,6 +31,9 @@ from rlhf.trainers.policy_sync import PolicySync
 ASKED = 4
 """Prompts that each engine is asked again, at most."""
 
+CLOSER = 0.8
+"""Another round of readings is tried while the last one brought the mean square down to less than this share."""
+
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
@@ -60,11 +63,20 @@ class Replays:
     sampling: SamplingConfig
 
     def gather(
-        self, rollout: Rollout, old_logprobs: Ragged, *, policy_version: int, rows: int, seed: str, left_out: bool
+        self,
+        rollout: Rollout,
+        old_logprobs: Ragged,
+        *,
+        policy_version: int,
+        step_mean: float,
+        rows: int,
+        seed: str,
+        left_out: bool,
     ) -> Evidence:
         """Choose rows and replay them. The evidence is whole on rank 0 alone.
 
-        `left_out`: this rank's engine is known to hold wrong weights, and is not asked.
+        `step_mean`: mean |difference| over the step. `left_out`: this rank's engine is known to hold wrong weights, and
+        is not asked.
         """
         chosen = self._choose(rollout, old_logprobs, policy_version=policy_version, rows=rows, seed=seed)
         counts = Ragged(comparable(chosen.rollout, policy_version), chosen.rollout.responses.lengths)
@@ -87,7 +99,7 @@ class Replays:
         readings = self._search(chosen, replayed)
         again = self._ask_engines(chosen, policy_version=policy_version, left_out=left_out)
         self.calls.flush()
-        return Evidence(replayed, readings, *again, weights, configured(self.sampling))
+        return Evidence(replayed, readings, *again, weights, step_mean, configured(self.sampling))
 
     def _choose(self, rollout: Rollout, old_logprobs: Ragged, *, policy_version: int, rows: int, seed: str) -> Chosen:
         """The rows with the largest differences, and as many of the others by lot."""
@@ -127,13 +139,15 @@ class Replays:
         """Readings closer and closer to the engine's log-probs; rank 0 says which are next."""
         sequences = sequences_of(chosen.rollout)
         found: dict[Reading, tuple[Tensor, ...]] = {}
-        wanted = first_round(self.sampling)
+        wanted, least = first_round(self.sampling), float("inf")
         for _ in range(ROUNDS):
             scores = self._on_first(sequences, partial(self.actor.readings, readings=wanted))
             if self.rank == 0:
                 columns = [row.view(len(wanted), -1) for row in scores.rows()]
                 found |= {one: tuple(column[at] for column in columns) for at, one in enumerate(wanted)}
-                wanted = next_round({one: _distance(rows, columns) for one, columns in found.items()})
+                distances = {one: _distance(rows, columns) for one, columns in found.items()}
+                before, least = least, min(distances.values())
+                wanted = next_round(distances) if least < CLOSER * before else ()
             wanted = from_first(wanted, self.group)
             if not wanted:
                 break

@@ -197,24 +197,31 @@ def _explained(evidence: Evidence, pick: Callable[[ReplayedRow], Tensor], *, shi
 
 
 def _gone(evidence: Evidence, again: Sequence[Again]) -> float:
-    """Share of the engine's own difference that is gone in new answers of every engine.
+    """Share of the engine's own difference that is gone in new answers; of the engine in which least of it is."""
+    engines = sorted({one.engine for one in again})
+    return min((_gone_in(evidence, [one for one in again if one.engine == engine]) for engine in engines), default=0.0)
 
-    Rows whose new answer has other tokens count only if they were chosen at random: the worst of many come out better
-    the next time whatever the cause.
+
+def _gone_in(evidence: Evidence, again: Sequence[Again]) -> float:
+    """Of one engine's answers.
+
+    A row that got the same tokens is compared with itself. The worst of many rows come out better with other tokens
+    whatever the cause; so all answers together are compared with the mean over the whole step, too.
     """
-    shares = []
-    for engine in sorted({one.engine for one in again}):
-        before, after, whole = [], [], []
-        for one in (one for one in again if one.engine == engine):
-            row = evidence.rows[one.row]
-            used = _used(row)
-            if used.any() and (row.is_drawn or torch.equal(row.responses, one.responses)):
-                before.append((row.rollout_logprobs - row.alone)[used])
-                whole.append((row.rollout_logprobs - row.old_logprobs)[used])
-                after.append(one.rollout_logprobs - one.trainer)
-        size = _rms(whole)
-        shares.append(max(0.0, (_rms(before) - _rms(after)) / size) if size else 0.0)
-    return min(shares, default=0.0)
+    before, after, whole = [], [], []
+    for one in again:
+        row = evidence.rows[one.row]
+        used = _used(row)
+        if used.any() and torch.equal(row.responses, one.responses):
+            before.append((row.rollout_logprobs - row.alone)[used])
+            whole.append((row.rollout_logprobs - row.old_logprobs)[used])
+            after.append((one.rollout_logprobs - one.trainer)[used])
+    size = _rms(whole)
+    of_rows = max(0.0, (_rms(before) - _rms(after)) / size) if size else 0.0
+    apart = torch.cat([one.rollout_logprobs - one.trainer for one in again]).double().abs()
+    engines_part = 1.0 - _explained(evidence, _alone)
+    of_step = engines_part * (1.0 - float(apart.mean()) / evidence.step_mean) if evidence.step_mean else 0.0
+    return max(of_rows, of_step)
 
 
 def _rms(parts: Sequence[Tensor]) -> float:

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 from rlhf.config.mismatch import MismatchConfig
-from rlhf.data.batch import Experience
+from rlhf.data.batch import Rollout
+from rlhf.data.ragged import Ragged
 from rlhf.dist.agree import from_first, gather
 from rlhf.errors import MismatchError
 from rlhf.metrics.names import MismatchMetrics
@@ -35,8 +36,10 @@ class MismatchWatch:
         self._limits = config.limits(dtype).at(replays.sampling.temperature)
         self._breaches = 0
 
-    def look(self, experience: Experience, state: DriverState, *, left_out: bool) -> MismatchMetrics:
-        """Compare this step's log-probs; the same numbers on every rank.
+    def look(
+        self, rollout: Rollout, old_logprobs: Ragged, state: DriverState, *, left_out: bool
+    ) -> MismatchMetrics:
+        """Compare the log-probs of this rank's rows with the trainer's; the same numbers on every rank.
 
         To be called while trainer and engines hold the same weights: after the sync and before the update. Collective
         over the job. `left_out`: this rank's engine is known to hold wrong weights.
@@ -44,30 +47,38 @@ class MismatchWatch:
         Raises:
             MismatchError: A limit is passed and the policy is to stop. On all ranks, once the record is written.
         """
-        rollout, old = experience.scored.rollout, experience.old_logprobs
-        tallies = gather(Tally.of(rollout, old.values, state.policy_version), self._replays.group)
+        tallies = gather(Tally.of(rollout, old_logprobs.values, state.policy_version), self._replays.group)
         total = sum(tallies, Tally())
         breach = total.breach(self._limits)
         if breach:
             self._breaches += 1
             stops = self._config.on_breach == "stop"
             if stops or not self._breaches & (self._breaches - 1):  # 1, 2, 4, 8, ...: a triage takes a while
-                self._find_cause(experience, state, total, breach, left_out=left_out, stops=stops)
+                self._find_cause(rollout, old_logprobs, state, total, breach, left_out=left_out, stops=stops)
         return total.metrics(breach=bool(breach))
 
     def _find_cause(
-        self, experience: Experience, state: DriverState, total: Tally, breach: str, *, left_out: bool, stops: bool
+        self,
+        rollout: Rollout,
+        old_logprobs: Ragged,
+        state: DriverState,
+        total: Tally,
+        breach: str,
+        *,
+        left_out: bool,
+        stops: bool,
     ) -> None:
         """Triage, record, console; then the end of the run if it is to stop. Collective over the job."""
-        step, rollout = state.step + 1, experience.scored.rollout
+        step = state.step + 1
         rows: tuple[ReplayedRow, ...] = ()
         if total.is_stale:
             verdict: Verdict | None = stale(total.other_tokens, state.policy_version)
         else:
             evidence = self._replays.gather(
                 rollout,
-                experience.old_logprobs,
+                old_logprobs,
                 policy_version=state.policy_version,
+                step_mean=total.mean,
                 rows=self._config.replay_rows,
                 seed=f"{state.seed} mismatch {step}",
                 left_out=left_out,
