@@ -36,9 +36,7 @@ class MismatchWatch:
         self._limits = config.limits(dtype).at(replays.sampling.temperature)
         self._breaches = 0
 
-    def look(
-        self, rollout: Rollout, old_logprobs: Ragged, state: DriverState, *, left_out: bool
-    ) -> MismatchMetrics:
+    def look(self, rollout: Rollout, old_logprobs: Ragged, state: DriverState, *, left_out: bool) -> MismatchMetrics:
         """Compare the log-probs of this rank's rows with the trainer's; the same numbers on every rank.
 
         To be called while trainer and engines hold the same weights: after the sync and before the update. Collective

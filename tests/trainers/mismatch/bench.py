@@ -1,8 +1,9 @@
 """An actor, engines and the sync between them, without the rest of a run, with new random weights for each trial."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from random import Random
@@ -54,7 +55,7 @@ COMMON = {
 }
 FAMILIES = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 3},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 4},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True},
     "qwen3_moe": {
         **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 5},
@@ -72,7 +73,7 @@ class Layout:
     """Who is where, on `ranks` ranks."""
 
     ranks: int = 1
-    actor: ParallelConfig = ParallelConfig()
+    actor: ParallelConfig = field(default_factory=ParallelConfig)
     tp: int = 1
     """Of an engine."""
     dp: int = 1
@@ -184,6 +185,13 @@ class Bench:
         )
         state = DriverState(seed=7, kl_coef=0.0, step=self.version - 1, policy_version=self.version)
         return watch.look(rollout, old_logprobs, state, left_out=False)
+
+    def named(self) -> str:
+        """The cause in the record of this version, on rank 0; empty elsewhere."""
+        if self.rank:
+            return ""
+        path = self.folder.mismatch(self.version, "json")
+        return str(json.loads(path.read_text())["cause"])
 
     @contextmanager
     def _awake(self) -> Iterator[None]:

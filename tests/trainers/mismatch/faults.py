@@ -20,6 +20,7 @@ from rlhf.rollout.native import sampler as native_sampler
 from rlhf.trainers.mismatch.verdict import Cause
 from tests.trainers.mismatch.bench import Bench, shifted
 
+
 @dataclass
 class Changed:
     """An engine whose requests or answers are changed on the way; all else is the engine's own."""
@@ -94,7 +95,7 @@ def renormalised(bench: Bench, draw: Random, patch: pytest.MonkeyPatch) -> Plant
     def cut(logits: Tensor, vocab_size: int, uniforms: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
         real = logits[:, :vocab_size].float() / sampling.temperature
         tokens, logprobs = sample(logits, vocab_size, uniforms, sampling)
-        probs, order = real.softmax(1).sort(1, descending=True)
+        probs = real.softmax(1).sort(1, descending=True).values
         if sampling.top_k:
             probs[:, sampling.top_k :] = 0.0
         total = probs.sum(1, keepdim=True)
@@ -173,9 +174,7 @@ def rounded_attention(bench: Bench, draw: Random, patch: pytest.MonkeyPatch) -> 
 def rounded_logits(bench: Bench, draw: Random, patch: pytest.MonkeyPatch) -> Planted:
     """The engine's output layer works in bfloat16."""
     sample = native_sampler.sample
-    patch.setattr(
-        "rlhf.rollout.native.decoder.sample", lambda logits, *rest: sample(logits.bfloat16().float(), *rest)
-    )
+    patch.setattr("rlhf.rollout.native.decoder.sample", lambda logits, *rest: sample(logits.bfloat16().float(), *rest))
     return Planted(bench.engine, "logits rounded")
 
 
