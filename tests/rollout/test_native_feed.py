@@ -11,6 +11,7 @@ from rlhf.data.batch import FinishReason, Provenance, Rollout
 from rlhf.dist.groups import GroupFactory
 from rlhf.errors import EngineError
 from rlhf.rollout.feed import Work
+from rlhf.rollout.performance import PerformanceMonitor
 from tests.harness.ranks import run_ranks
 from tests.rollout.feeds import Scripted, assert_same, one_by_one
 from tests.rollout.tiny import fill, hf_model, make_engine, prompts
@@ -142,6 +143,25 @@ def test_the_load_is_what_may_yet_be_sampled():
         *[(2, 6 + 10 - 2 * step) for step in range(5)],
         (3, 8 + 10),
     ]
+
+
+def test_the_monitor_hears_of_rows_and_of_what_they_share():
+    monitor = PerformanceMonitor()
+    engine, batch = make_engine(hf_model("llama"), max_running=4, performance=monitor), prompts((60, 7), samples=5)
+    with monitor.measuring():
+        engine.generate(batch, SAMPLED)
+    seen = monitor.window()
+    assert len(seen.latency_s) == 10
+    assert (seen.queue_s >= 0).all()
+    assert (seen.queue_s < seen.first_token_s).all()
+    assert (seen.first_token_s < seen.latency_s).all()
+    assert seen.cached_tokens == 3 * 59 + (2 + 1) * 6  # waves of 4: AAAA, ABBB, BB
+    assert seen.response_tokens == 10 * 23
+    interrupted(engine, batch, SAMPLED, after=5)
+    assert monitor.running == monitor.waiting == 0
+    with pytest.raises(ZeroDivisionError):
+        engine.run(Scripted(one_by_one(batch), stops=lambda feed: 1 / (5 - feed.judged) < 0), SAMPLED)
+    assert monitor.running == monitor.waiting == 0
 
 
 def test_a_feed_may_give_nothing_for_a_while():

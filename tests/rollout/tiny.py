@@ -77,7 +77,11 @@ def fill(params: Mapping[str, Tensor], layout: ModelLayout, rank: int, weights: 
 
 def make_engine(model: transformers.PreTrainedModel, *, rank: int = 0, groups=(None, None), **settings) -> NativeEngine:
     """Engine of tp ranks with the model's weights; `settings` go to RolloutConfig or to the engine."""
-    own = {k: settings.pop(k) for k in ("eos_token_ids", "on_progress", "run_seed", "decode") if k in settings}
+    own = {
+        k: settings.pop(k)
+        for k in ("eos_token_ids", "on_progress", "run_seed", "decode", "performance")
+        if k in settings
+    }
     config = RolloutConfig(**{"kv_cache_tokens": 4096, **settings})
     engine = NativeEngine(
         spec_of(model.config.to_dict(), where="tiny"),

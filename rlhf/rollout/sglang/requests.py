@@ -70,37 +70,40 @@ class Requests:
         self._ended.append(response)
 
     async def _sample(self, ask: Ask, received: float) -> Response:
+        if not ask.shares_prompt:
+            return await self._generate(ask, received)
         prompt = self._prompts.get(ask.prompt)
         leads = prompt is None
         if prompt is None:
             prompt = self._prompts[ask.prompt] = _Prompt()
         prompt.num_users += 1
         try:
-            if not leads:
-                await prompt.is_cached.wait()
+            if leads:
+                return await self._generate(ask, received, prompt.is_cached.set)
+            await prompt.is_cached.wait()
             if self._aborting:
                 return Response(ask.number, b"", b"", "abort", (), times=Times(received, ended=time.monotonic()))
-            return await self._generate(ask, received, prompt if leads else None)
+            return await self._generate(ask, received)
         finally:
             prompt.is_cached.set()
             prompt.num_users -= 1
             if not prompt.num_users:
                 del self._prompts[ask.prompt]
 
-    async def _generate(self, ask: Ask, received: float, leads: "_Prompt | None") -> Response:
+    async def _generate(self, ask: Ask, received: float, has_first_token: Callable[[], None] | None = None) -> Response:
         from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: PLC0415
 
         meta: dict[str, Any] = {}
         asked = GenerateReqInput(
             input_ids=unpack_tokens(ask.prompt + ask.begun),
-            sampling_params=ask.sampling if leads is None else ask.sampling | {"stream_interval": TOLD_TOKENS},
+            sampling_params=ask.sampling | ({"stream_interval": TOLD_TOKENS} if has_first_token else {}),
             return_logprob=True,
-            stream=leads is not None,
+            stream=has_first_token is not None,
         )
         async for answer in self._tokenizer.generate_request(asked, None):
             meta = answer["meta_info"]
-            if leads is not None:
-                leads.is_cached.set()
+            if has_first_token is not None:
+                has_first_token()
         scored = meta.get("output_token_logprobs") or []  # none of what was aborted before it began
         return Response(
             number=ask.number,

@@ -1,6 +1,6 @@
 """One run of an SGLang engine over a feed, on its leader rank: what goes to the host process, what comes back."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from math import isfinite
 
@@ -23,7 +23,7 @@ POLL_S = 0.003
 """The same while the engine has nothing to do."""
 SURPLUS = 4
 """Rows beyond max_running that SGLang has waiting, so that a slot that falls free is taken at its next step: this many,
-or an eighth of max_running."""
+or a quarter of max_running, since rows of one length end together."""
 VERB = "sample"
 
 
@@ -45,8 +45,8 @@ class Run:
         self._host, self._feed, self._ledger = host, feed, ledger
         self._sampling, self._eos_token_ids, self._max_new_tokens = sampling, eos_token_ids, sampling.max_new_tokens
         self._version, self._on_progress = version, on_progress
-        self._limit = max_running + max(SURPLUS, max_running // 8)
-        self._waiting = deque[OwedRow]()
+        self._limit = max_running + max(SURPLUS, max_running // 4)
+        self._waiting = deque[Ask]()
         self._at_work: set[int] = set()
         self._new_tokens = 0
 
@@ -87,22 +87,23 @@ class Run:
             work = self._feed.take(self._ledger.load(new_tokens=self._new_tokens))
             if work is None:
                 return
-            self._waiting.extend(self._ledger.take(work))
+            rows = [(row, pack_tokens(row.prompt.tolist())) for row in self._ledger.take(work)]
+            count = Counter(prompt for _, prompt in rows)
+            self._waiting.extend(self._ask(row, prompt, shares_prompt=count[prompt] > 1) for row, prompt in rows)
 
     def _send(self) -> None:
         asks = []
         while self._waiting and len(self._at_work) < self._limit:
-            row = self._waiting.popleft()
-            self._at_work.add(row.number)
-            asks.append(self._ask_of(row))
+            asks.append(ask := self._waiting.popleft())
+            self._at_work.add(ask.number)
         if asks:
             self._host.tell(VERB, asks)
 
-    def _ask_of(self, row: OwedRow) -> Ask:
+    def _ask(self, row: OwedRow, prompt: bytes, *, shares_prompt: bool) -> Ask:
         begun = [] if row.begun is None else row.begun.tokens.tolist()
         return Ask(
             number=row.number,
-            prompt=pack_tokens(row.prompt.tolist()),
+            prompt=prompt,
             begun=pack_tokens(begun),
             sampling=sampling_args(
                 self._sampling,
@@ -111,6 +112,7 @@ class Run:
                 prompt_tokens=row.prompt.numel(),
                 begun_tokens=len(begun),
             ),
+            shares_prompt=shares_prompt,
         )
 
     def _hear(self, wait_s: float, take_in: Callable[[Response], None]) -> None:
@@ -148,8 +150,8 @@ class Run:
     def _stop(self) -> None:
         """Give everything back as it is."""
         self._abort(self._end)
-        for row in self._waiting:
-            self._ledger.end(row.number, torch.empty(0, dtype=torch.int64), torch.empty(0), FinishReason.ABORT)
+        for ask in self._waiting:
+            self._ledger.end(ask.number, torch.empty(0, dtype=torch.int64), torch.empty(0), FinishReason.ABORT)
         self._hand_back()
 
     def _hand_back(self) -> None:

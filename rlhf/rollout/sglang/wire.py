@@ -63,6 +63,8 @@ class Ask:
     """What there is of the response."""
     sampling: dict[str, Any]
     """SGLang's parameters, of the tokens that are missing."""
+    shares_prompt: bool
+    """Others with the same prompt are at work, or come soon."""
 
 
 @dataclass(frozen=True, slots=True)
