@@ -1,6 +1,6 @@
 """Which other readings of its logits the trainer tries against an engine's log-probs. Pure."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from rlhf.config.rollout import SamplingConfig
@@ -34,23 +34,29 @@ def first_round(sampling: SamplingConfig) -> tuple[Reading, ...]:
 
 
 def next_round(differences: Mapping[Reading, float]) -> tuple[Reading, ...]:
-    """Closer to the best reading so far: its temperature and, one at a time, its cuts between their neighbours."""
-    best = min(differences, key=lambda one: (differences[one], one))
-    tried = set(differences)
-    near = [replace(best, temperature=value) for value in _around(best, "temperature", tried)]
+    """Closer to the best readings so far: of those that cut alike, the best one's fields, one at a time."""
+    tried, best = set(differences), dict[tuple[bool, bool, bool], Reading]()
+    for one in sorted(tried, key=lambda one: (differences[one], one)):
+        best.setdefault((one.top_p < 1.0, bool(one.top_k), bool(one.min_p)), one)
+    return tuple(sorted({near for one in best.values() for near in _near(one, tried)} - tried))
+
+
+def _near(best: Reading, tried: Collection[Reading]) -> Iterator[Reading]:
+    yield from (replace(best, temperature=value) for value in _around(best, "temperature", tried))
     if best.top_p < 1.0:
-        near += [replace(best, top_p=min(1.0, value)) for value in _around(best, "top_p", tried)]
+        yield from (replace(best, top_p=min(1.0, value)) for value in _around(best, "top_p", tried))
     if best.top_k:
-        near += [replace(best, top_k=max(1, round(value))) for value in _around(best, "top_k", tried)]
+        yield from (replace(best, top_k=max(1, round(value))) for value in _around(best, "top_k", tried))
     if best.min_p:
-        near += [replace(best, min_p=min(1.0, value)) for value in _around(best, "min_p", tried)]
-    return tuple(sorted(set(near) - tried))
+        yield from (replace(best, min_p=min(1.0, value)) for value in _around(best, "min_p", tried))
 
 
 def _around(best: Reading, name: str, tried: Collection[Reading]) -> list[float]:
     """Values of one field between the nearest ones that were tried with the others as they are."""
     here: float = getattr(best, name)
-    values = {value for one in tried if replace(one, **{name: here}) == best and (value := getattr(one, name)) > 0}
+    others = [part for part in ("temperature", "top_p", "top_k", "min_p") if part != name]
+    alike = [one for one in tried if all(getattr(one, part) == getattr(best, part) for part in others)]
+    values = {value for one in alike if (value := getattr(one, name)) > 0}
     low = max((value for value in values if value < here), default=here / WIDEST)
     high = min((value for value in values if value > here), default=here * WIDEST)
     return _between(low, high, FINE)
