@@ -2,13 +2,17 @@
 
 import re
 import resource
+import time
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf.checkpoint.convert.sources import Place, Remark
+import torch
+
+from rlhf.checkpoint.convert.ranks import Crew
+from rlhf.checkpoint.convert.sources import Place, Remark, Weights
 
 LISTED = 3
 """Kinds of tensors that a table names one by one."""
@@ -71,6 +75,38 @@ class Outcome:
             "note": self.note,
             **remarks_json(self.remarks),
         }
+
+
+def concluded(
+    weights: Weights,
+    folder: Path,
+    crew: Crew,
+    *,
+    folder_kind: str,
+    dtype: torch.dtype,
+    num_bytes: int,
+    num_files: int,
+    start: float,
+    remarks: tuple[Remark, ...],
+    note: str = "",
+) -> Outcome:
+    """What a conversion came to that began at `start` (time.monotonic). Collective over the crew."""
+    return Outcome(
+        source=weights.path,
+        source_kind=weights.kind,
+        folder=folder,
+        folder_kind=folder_kind,
+        family=weights.spec.family,
+        num_tensors=len(weights.dtypes),
+        dtype=str(dtype).removeprefix("torch."),
+        num_bytes=num_bytes,
+        num_files=num_files,
+        seconds=time.monotonic() - start,
+        peak_bytes=max(crew.all(peak_bytes())),
+        num_ranks=crew.size,
+        remarks=remarks,
+        note=note,
+    )
 
 
 def listed(remarks: Iterable[Remark]) -> list[str]:

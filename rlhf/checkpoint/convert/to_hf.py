@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlhf.checkpoint.convert.outcome import Outcome, peak_bytes
+from rlhf.checkpoint.convert.outcome import Outcome, concluded
 from rlhf.checkpoint.convert.ranks import Crew, refuse_existing
 from rlhf.checkpoint.convert.sources import Wanted, Weights, common_dtype
 from rlhf.families.registry import hf_config, logical_tensors, read_json, spec_of
@@ -46,20 +46,15 @@ def to_hf(weights: Weights, folder: Path, crew: Crew, *, dtype: str, shard_bytes
     finally:
         if not is_whole and crew.leads:
             writer.abandon()
-    num_bytes = sum(shard.num_bytes for shard in writer.shards)
-    return Outcome(
-        source=weights.path,
-        source_kind=weights.kind,
-        folder=folder,
+    return concluded(
+        weights,
+        folder,
+        crew,
         folder_kind="Hugging Face folder",
-        family=weights.spec.family,
-        num_tensors=len(shapes),
-        dtype=str(kept).removeprefix("torch."),
-        num_bytes=num_bytes,
+        dtype=kept,
+        num_bytes=sum(shard.num_bytes for shard in writer.shards),
         num_files=len(writer.shards),
-        seconds=time.monotonic() - start,
-        peak_bytes=max(crew.all(peak_bytes())),
-        num_ranks=crew.size,
+        start=start,
         remarks=weights.remarks,
     )
 

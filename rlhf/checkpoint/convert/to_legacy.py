@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlhf.checkpoint.convert.files import complete
 from rlhf.checkpoint.convert.megatron_args import common_state, megatron_args
-from rlhf.checkpoint.convert.outcome import Outcome, peak_bytes
+from rlhf.checkpoint.convert.outcome import Outcome, concluded
 from rlhf.checkpoint.convert.places import RELEASE
 from rlhf.checkpoint.convert.ranks import Crew, appearing
 from rlhf.checkpoint.convert.sources import Wanted, Weights, common_dtype
@@ -109,19 +109,15 @@ def to_legacy(
                 remarks=remarks,
             )
         )
-    return Outcome(
-        source=weights.path,
-        source_kind=weights.kind,
-        folder=folder,
+    return concluded(
+        weights,
+        folder,
+        crew,
         folder_kind=f"Megatron-LM legacy, {said(parallel)}",
-        family=weights.spec.family,
-        num_tensors=len(weights.dtypes),
-        dtype=str(kept).removeprefix("torch."),
+        dtype=kept,
         num_bytes=sum(sizes),
         num_files=len(names),
-        seconds=time.monotonic() - start,
-        peak_bytes=max(crew.all(peak_bytes())),
-        num_ranks=crew.size,
+        start=start,
         remarks=remarks,
     )
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhf.checkpoint.convert.files import complete
 from rlhf.checkpoint.convert.megatron_args import common_state, megatron_args
 from rlhf.checkpoint.convert.options import LAYOUT
-from rlhf.checkpoint.convert.outcome import Outcome, peak_bytes
+from rlhf.checkpoint.convert.outcome import Outcome, concluded
 from rlhf.checkpoint.convert.places import RELEASE
 from rlhf.checkpoint.convert.plan import Part, PlannedFile, plan_files
 from rlhf.checkpoint.convert.ranks import Crew, appearing
@@ -67,19 +67,15 @@ def to_megatron(
         mine = crew.together(lambda: [_write(weights, inner, files[place], kept) for place in places])
         written = sorted((one for part in crew.all(mine) for one in part), key=lambda one: one.name)
         crew.lead(lambda: _complete(weights, partial, written, parallel=parallel, dtype=kept, num_ranks=crew.size))
-    return Outcome(
-        source=weights.path,
-        source_kind=weights.kind,
-        folder=folder,
+    return concluded(
+        weights,
+        folder,
+        crew,
         folder_kind=f"Megatron torch_dist, {said(parallel)}",
-        family=weights.spec.family,
-        num_tensors=len(weights.dtypes),
-        dtype=str(kept).removeprefix("torch."),
+        dtype=kept,
         num_bytes=sum(file.num_elements for file in files) * kept.itemsize,
         num_files=len(files),
-        seconds=time.monotonic() - start,
-        peak_bytes=max(crew.all(peak_bytes())),
-        num_ranks=crew.size,
+        start=start,
         remarks=(*weights.remarks, *replicated(weights.spec, parallel, head=weights.head)),
         note=_note(weights.spec, parallel),
     )
