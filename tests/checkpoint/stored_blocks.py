@@ -1,8 +1,13 @@
-"""A few tensors cut into blocks in ways that no grid is."""
+"""A few tensors cut into blocks in ways that no grid is; blocks written to a data file."""
+
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from rlhf.checkpoint.store.data_file import WrittenFile, streamed, write_data_file
+from rlhf.checkpoint.store.file_plan import ITEM_BYTES, plan_file
 from rlhf.reshard.block import Block
 from rlhf.reshard.layout import Box
 
@@ -56,3 +61,9 @@ def uneven_shares(held: dict[str, Tensor]) -> tuple[list[Block], list[Block]]:
         block(held, "final_norm.weight", (0, 12)),
     ]
     return first, second
+
+
+def write_file(path: Path, blocks: Sequence[Block], *, item_bytes: int = ITEM_BYTES) -> WrittenFile:
+    """One rank's blocks in a data file that must not exist yet."""
+    plan = plan_file(blocks, item_bytes=item_bytes)
+    return write_data_file(path.parent, path.name, plan, streamed(plan, blocks))

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf.checkpoint.convert.command import main
 from rlhf.checkpoint.convert.megatron_args import megatron_args, read_args, spec_of_args
 from rlhf.checkpoint.store.data_file import WrittenFile
-from rlhf.checkpoint.store.torch_dist import data_file_name, write_file, write_metadata
+from rlhf.checkpoint.store.torch_dist import data_file_name, write_metadata
 from rlhf.config.model import ModelConfig
 from rlhf.config.parallel import ParallelConfig
 from rlhf.errors import CheckpointError
@@ -26,6 +26,7 @@ from rlhf.mcore.state_record import model_record
 from rlhf.reshard.block import Block
 from rlhf.reshard.layout import Box
 from tests.checkpoint.megatron_by_hand import stored_by_hand
+from tests.checkpoint.stored_blocks import write_file
 from tests.checkpoint.test_convert import assert_same_bits, tensors_of
 from tests.mcore.fake_ranks import as_rank
 from tests.mcore.tiny import COMMON

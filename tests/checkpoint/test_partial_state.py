@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.checkpoint.store.torch_dist import TorchDistReader, data_file_name, write_file, write_metadata
+from rlhf.checkpoint.store.torch_dist import TorchDistReader, data_file_name, write_metadata
 from rlhf.errors import CheckpointError
 from rlhf.reshard.block import Block
 from rlhf.reshard.layout import Box
+from tests.checkpoint.stored_blocks import write_file
 
 WEIGHT = "actor.decoder.layers.mlp.linear_fc2.weight"
 MOMENT = "actor.optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight"

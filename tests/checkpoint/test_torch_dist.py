@@ -19,12 +19,12 @@ from rlhf.checkpoint.store.data_file import HostCopy, streamed, write_data_file
 from rlhf.checkpoint.store.file_plan import plan_file
 from rlhf.checkpoint.store.file_sum import sum_of_file
 from rlhf.checkpoint.store.stored_metadata import metadata_bytes
-from rlhf.checkpoint.store.torch_dist import TorchDistReader, data_file_name, write_file, write_metadata
+from rlhf.checkpoint.store.torch_dist import TorchDistReader, data_file_name, write_metadata
 from rlhf.errors import CheckpointError
 from rlhf.reshard.block import Block
 from rlhf.reshard.checksum import checksums
 from rlhf.reshard.layout import Box
-from tests.checkpoint.stored_blocks import SHAPES, block, tensors, uneven_shares, wholes
+from tests.checkpoint.stored_blocks import SHAPES, block, tensors, uneven_shares, wholes, write_file
 from tests.harness.ranks import run_ranks
 
 EMPTY = ("decoder.layers.linear._extra_state/shard_0_2", "decoder.layers.linear._extra_state/shard_1_2")

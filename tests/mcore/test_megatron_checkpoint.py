@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf.checkpoint.convert.command import main
-from rlhf.checkpoint.store.torch_dist import TorchDistReader, data_file_name, write_file, write_metadata
+from rlhf.checkpoint.store.torch_dist import TorchDistReader, data_file_name, write_metadata
 from rlhf.config.model import ModelConfig
 from rlhf.config.parallel import ParallelConfig
 from rlhf.families.registry import hf_config
@@ -22,6 +22,7 @@ from rlhf.mcore.model import MegatronModel, build_model, head_weight
 from rlhf.mcore.model_state import model_blocks, weights_loaded
 from rlhf.mcore.stored import extra_state_keys, other_key, stored_pieces, stored_shapes
 from rlhf.reshard.block import Block
+from tests.checkpoint.stored_blocks import write_file
 from tests.mcore.fake_ranks import as_rank
 from tests.mcore.megatron_writer import APART, CASES
 from tests.mcore.tiny import pack, sequences

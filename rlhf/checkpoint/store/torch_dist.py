@@ -6,7 +6,7 @@ written here, and what they write is read here.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 
@@ -14,9 +14,9 @@ import torch
 
 from rlhf.checkpoint.store.box_index import BoxIndex
 from rlhf.checkpoint.store.coverage import check_cover
-from rlhf.checkpoint.store.data_file import WrittenFile, streamed, write_data_file
+from rlhf.checkpoint.store.data_file import WrittenFile
 from rlhf.checkpoint.store.durable import write_file_whole
-from rlhf.checkpoint.store.file_plan import ITEM_BYTES, StoredItem, plan_file
+from rlhf.checkpoint.store.file_plan import StoredItem
 from rlhf.checkpoint.store.item_reader import STRETCH_BYTES, ItemReader, Wanted
 from rlhf.checkpoint.store.stored_metadata import METADATA_FILE, metadata_bytes, read_metadata
 from rlhf.errors import CheckpointError
@@ -41,23 +41,6 @@ RESERVED = frozenset({COMMON_FILE, BACKEND_FILE, METADATA_FILE})
 def data_file_name(number: int) -> str:
     """Name of the data file of the rank with this number."""
     return f"__{number}_0.distcp"
-
-
-def write_file(path: Path, blocks: Sequence[Block], *, item_bytes: int = ITEM_BYTES) -> WrittenFile:
-    """Write one rank's blocks to a data file that must not exist yet, and flush it.
-
-    Local. Takes two dozen MiB of host memory however large the blocks are.
-
-    Args:
-        path: The file, `data_file_name` in the checkpoint's folder.
-        blocks: On any device, with any strides; their boxes are disjoint within the checkpoint.
-        item_bytes: Upper size of a stored item.
-
-    Raises:
-        OSError: The disk is full, the file exists, or it cannot be written.
-    """
-    plan = plan_file(blocks, item_bytes=item_bytes)
-    return write_data_file(path.parent, path.name, plan, streamed(plan, blocks))
 
 
 def write_metadata(
@@ -130,12 +113,13 @@ class TorchDistReader:
         }
         """Shape and dtype of each stored tensor."""
 
-    def read(self, blocks: Iterable[Block], *, cast: bool = False) -> None:
+    def read(self, blocks: Iterable[Block], *, cast: bool = False, tick: Callable[[], None] = lambda: None) -> None:
         """Fill the blocks' data; each stored item is read at most once, and only where it is wanted.
 
         Args:
             blocks: What is wanted; boxes may overlap and repeat. Data may lie on any device with any strides.
             cast: Convert elements to the data's dtype. Otherwise another dtype is an error.
+            tick: Called for each item that was read.
 
         Raises:
             CheckpointError: A tensor is missing, has another shape or dtype, is not stored whole, or a file is damaged;
@@ -161,6 +145,7 @@ class TorchDistReader:
             with torch.no_grad(), ItemReader(self.folder / name, room) as file:
                 for _, (item, takers) in sorted(wanted[name].items()):
                     file.read(item, takers)
+                    tick()
 
     def _index(self, key: str) -> BoxIndex:
         if key not in self._indices:
