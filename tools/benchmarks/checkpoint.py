@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch.multiprocessing as mp
 
-from tools.benchmarks import checkpoint_ranks, conversion
+from tools.benchmarks import checkpoint_ranks, conversion, megatron_save
 from tools.benchmarks.checkpoint_ranks import CHECKED, DIRECT, DIRECT_READ, LOAD, RAW_READ, RAW_WRITE, READ, SAVE, STALL
 from tools.benchmarks.compare import Options
 from tools.benchmarks.measure import Runs
@@ -21,6 +21,7 @@ STALL_TARGET = 10.0
 def run(options: Options, report: Report) -> None:
     """Rows `checkpoint/*` in seconds, with rates in remarks, and of conversions. See README.md."""
     _save_and_load(options, report)
+    _of_a_model(options, report)
     conversion.run(options, report)
 
 
@@ -51,6 +52,35 @@ def _save_and_load(options: Options, report: Report) -> None:
     for part in (CHECKED, READ):
         report.add(Row(name=f"checkpoint/load/{part}", value=_s(seconds[part]), unit="s", spread=seconds[part].spread))
     _against(report, "checkpoint/stall", seconds, STALL, SAVE, target=STALL_TARGET)
+
+
+def _of_a_model(options: Options, report: Report) -> None:
+    if not options.wants("checkpoint/model"):
+        return
+    answer, folder = options.folder / "model.json", options.folder / "checkpoint_model"
+    folder.mkdir()
+    job = megatron_save.Job(
+        spec=megatron_save.spec_of(quick=options.quick),
+        rows=4,
+        runs=options.runs,
+        threads=max(1, options.threads // RANKS),
+        store=str(options.folder / "model_store"),
+        answer=str(answer),
+        folder=str(folder),
+    )
+    mp.spawn(megatron_save.main, (job, RANKS), nprocs=RANKS)
+    found = json.loads(answer.read_text(encoding="utf-8"))
+    seconds = {way: Runs(tuple(runs)) for way, runs in found["seconds"].items()}
+    sizes, gather = found["bytes"], seconds[megatron_save.GATHER]
+    report.note(
+        f"a model and its optimizer, dp {RANKS}: {sizes['ours'] / 1e9:.2f} GB by us, {sizes['theirs'] / 1e9:.2f} GB by "
+        f"dist_checkpointing, {gather.median:.2f} s of whose save are gathering; a step trains "
+        f"{RANKS * job.rows * megatron_save.ROW_TOKENS:,} tokens"
+    )
+    _against(report, "checkpoint/model/save", seconds, megatron_save.OURS, megatron_save.THEIRS, target=1.0)
+    _against(report, "checkpoint/model/load", seconds, megatron_save.LOAD, megatron_save.LOAD_THEIRS)
+    _against(report, "checkpoint/model/stall", seconds, megatron_save.STALL, megatron_save.STEP)
+    _against(report, "checkpoint/model/step", seconds, megatron_save.BESIDE, megatron_save.STEP)
 
 
 def _against(
