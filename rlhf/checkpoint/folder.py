@@ -50,7 +50,13 @@ def latest(folder: Path) -> Path | None:
     return folder / name if _STEP.fullmatch(name) else None
 
 
-def newest_whole(folder: Path, *, group: ProcessGroup | None, note: Callable[[str], None]) -> Path | None:
+def newest_whole(
+    folder: Path,
+    *,
+    group: ProcessGroup | None,
+    note: Callable[[str], None],
+    tick: Callable[[], None] = lambda: None,
+) -> Path | None:
     """The newest checkpoint all of whose files are as they were written; None when there is none.
 
     By the manifests alone: `latest` is written after a checkpoint has its name, and a kill may come between the two.
@@ -62,13 +68,14 @@ def newest_whole(folder: Path, *, group: ProcessGroup | None, note: Callable[[st
         folder: The run's folder of checkpoints; need not exist.
         group: All ranks that will load.
         note: Takes a line for each damaged checkpoint, on the group's first rank: which file, why, what is tried next.
+        tick: Called for each piece that this rank has read: a slow disk is no hung rank.
     """
     leads = place(group)[0] == 0
     if leads:
         put_back(folder)
     order = from_first(saved(folder) if leads else [], group)
     for at, path in enumerate(order):
-        damage = find_damage(path, group=group)
+        damage = find_damage(path, group=group, tick=tick)
         if damage is None:
             return path
         if leads:

@@ -1,6 +1,6 @@
 """A whole checkpoint into the ranks of a job, and the proof that what they hold then is what was saved."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,18 +17,21 @@ from rlhf.reshard.block import Block
 from rlhf.reshard.checksum import wrapped
 
 
-def load(path: Path, blocks: Sequence[Block], *, group: ProcessGroup | None) -> None:
+def load(
+    path: Path, blocks: Sequence[Block], *, group: ProcessGroup | None, tick: Callable[[], None] = lambda: None
+) -> None:
     """Fill what this rank wants from a checkpoint.
 
     Collective over `group` (None: this process alone): a rank's error is raised on all of them. The files are not
     checked here: the checkpoint comes from `newest_whole` or has passed `require_whole`.
+    `tick` is called for each item that this rank has read.
 
     Raises:
         CheckpointError: See `TorchDistReader.read`; names the rank.
     """
     fault = None
     try:
-        TorchDistReader(path).read(blocks)
+        TorchDistReader(path).read(blocks, tick=tick)
     except CheckpointError as error:
         fault = str(error)
     _raise_first(gathered(fault, group))

@@ -1,7 +1,7 @@
 """Is a checkpoint whole? Every file against the size and checksum in the manifest, before anything is taken from it."""
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch.distributed import ProcessGroup
@@ -12,17 +12,18 @@ from rlhf.checkpoint.together import from_first, gathered, place
 from rlhf.errors import CheckpointError
 
 
-def find_damage(path: Path, *, group: ProcessGroup | None) -> str | None:
+def find_damage(path: Path, *, group: ProcessGroup | None, tick: Callable[[], None] = lambda: None) -> str | None:
     """What is wrong with a checkpoint's folder, the file first; None when every byte is as it was written.
 
     Collective over `group` (None: this process alone), whose ranks read the files between them, each once.
+    `tick` is called for each piece that this rank has read.
     """
     number, count = place(group)
     manifest, fault = from_first(_manifest_or_fault(path) if number == 0 else (None, None), group)
     if manifest is None:
         return fault
     own = shares(manifest.files, count)[number]
-    faults = [found for name in own if (found := file_fault(path / name, manifest.files[name])) is not None]
+    faults = [found for name in own if (found := file_fault(path / name, manifest.files[name], tick=tick)) is not None]
     return next((one for those in gathered(faults[:1], group) for one in those), None)
 
 
@@ -39,13 +40,13 @@ def require_whole(path: Path, *, group: ProcessGroup | None) -> None:
         )
 
 
-def file_fault(path: Path, record: FileRecord) -> str | None:
+def file_fault(path: Path, record: FileRecord, *, tick: Callable[[], None] = lambda: None) -> str | None:
     """What is wrong with one file; None when it is as it was written."""
     try:
         size = path.stat().st_size
         if size != record.size:
             return f"{path.name} has {size} bytes, not {record.size}"
-        _, checksum = sum_of_file(path)
+        _, checksum = sum_of_file(path, tick=tick)
     except OSError as error:
         return f"{path.name}: {error.strerror}"
     return None if checksum == record.checksum else f"{path.name} has not the bytes that were written (checksum)"

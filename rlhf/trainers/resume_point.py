@@ -45,7 +45,13 @@ class ResumePoint:
 
 
 def find_resume(
-    setting: str, now: RunRecord, *, run_folder: Path, group: ProcessGroup, note: Callable[[str], None]
+    setting: str,
+    now: RunRecord,
+    *,
+    run_folder: Path,
+    group: ProcessGroup,
+    note: Callable[[str], None],
+    tick: Callable[[], None] = lambda: None,
 ) -> ResumePoint | None:
     """What `checkpoint.resume` comes to; None: the run begins anew. Collective over the job.
 
@@ -55,6 +61,7 @@ def find_resume(
         run_folder: Its folder, maybe not there yet.
         group: gloo, over all ranks of the job.
         note: Told what is damaged and what has changed; does something on rank 0 only.
+        tick: Called for each piece of a checkpoint that this rank has read.
 
     Raises:
         CheckpointError: The checkpoint that the setting names is not there or not whole, or none of the run's own is,
@@ -63,9 +70,9 @@ def find_resume(
     if setting == NEVER:
         return None
     own = run_folder / "checkpoints"
-    found = newest_whole(own, group=group, note=note)
+    found = newest_whole(own, group=group, note=note, tick=tick)
     if setting != AUTO:
-        found = _named(Path(setting), own, found, group=group)
+        found = _named(Path(setting), own, found, group=group, tick=tick)
     if found is None:
         if left := first_does(lambda: [path.name for path in saved(own)], group):
             raise CheckpointError(
@@ -84,7 +91,7 @@ def find_resume(
     return ResumePoint(found, then, is_own)
 
 
-def _named(named: Path, own: Path, newest: Path | None, *, group: ProcessGroup) -> Path:
+def _named(named: Path, own: Path, newest: Path | None, *, group: ProcessGroup, tick: Callable[[], None]) -> Path:
     """The run's own newest checkpoint where there is one, else the one that the setting names."""
     if newest is not None:
         if _same(named.parent, own) and not _same(named, newest):
@@ -93,7 +100,7 @@ def _named(named: Path, own: Path, newest: Path | None, *, group: ProcessGroup) 
                 "run has one record; begin another run from it with name=NAME, or move the newer ones away"
             )
         return newest
-    damage = find_damage(named, group=group)
+    damage = find_damage(named, group=group, tick=tick)
     if damage is not None:
         raise CheckpointError(
             f"checkpoint.resume: {named} is no whole checkpoint ({damage}); needs auto, never or the folder of one, "

@@ -75,7 +75,14 @@ def open_site(config: RunConfig, ranks: Ranks, models: Mapping[str, ModelSpec]) 
         models=models,
     )
     say = display.note if display is not None else lambda _: None
-    resume = find_resume(config.checkpoint.resume, record, run_folder=ranks.run_folder, group=everyone, note=say)
+    resume = find_resume(
+        config.checkpoint.resume,
+        record,
+        run_folder=ranks.run_folder,
+        group=everyone,
+        note=say,
+        tick=lambda: ranks.progress.tick("look for a checkpoint"),
+    )
     if resume is not None:
         first_does(lambda: resume.settle(note=say), everyone)
     resume_step = resume.record.step if resume is not None and resume.is_own else None

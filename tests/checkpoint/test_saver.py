@@ -423,3 +423,14 @@ def test_a_slow_disk_is_seen_to_move(asynchronous: bool, tmp_path: Path, monkeyp
     one.save(1, content(1))
     assert one.wait() is not None
     assert len(moved) >= 3
+
+
+def test_a_load_is_seen_to_move(tmp_path: Path) -> None:
+    three_steps(tmp_path)
+    moved: list[str] = []
+    path = newest_whole(tmp_path, group=None, note=pytest.fail, tick=lambda: moved.append("checked"))
+    assert path is not None
+    assert len(moved) == len(read_manifest(path).files)  # small ones, a piece each
+    moved.clear()
+    load(path, wholes(tensors()), group=None, tick=lambda: moved.append("read"))
+    assert len(moved) == len(tensors())

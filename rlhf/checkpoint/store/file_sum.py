@@ -6,6 +6,7 @@ so a file is known by its size and its checksum.
 """
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -41,8 +42,10 @@ def sum_at(start: int, part: Tensor) -> int:
     return wrapped(sum(checksums(blocks)))
 
 
-def sum_of_file(path: Path) -> tuple[int, int]:
+def sum_of_file(path: Path, *, tick: Callable[[], None] = lambda: None) -> tuple[int, int]:
     """(bytes, checksum) of a file as it is; reads all of it through two buffers, one while the other is summed.
+
+    `tick` is called for each piece that was read.
 
     Raises:
         OSError: It cannot be read.
@@ -57,6 +60,7 @@ def sum_of_file(path: Path) -> tuple[int, int]:
                 ahead = thread.submit(_fill, handle, rooms[1 - number], size + filled) if filled == READ_BYTES else None
                 total += sum_at(size, rooms[number][:filled])
                 size += filled
+                tick()
                 filled, number = (0 if ahead is None else ahead.result()), 1 - number
     finally:
         os.close(handle)
