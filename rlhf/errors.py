@@ -26,7 +26,7 @@ class DamagedError(CheckpointError):
 
 
 class SaveError(RlhfError):
-    """A run could not be saved where it ends, so that a later start cannot go on from there."""
+    """What a run was to write could not be written: its state where it ends, or its model."""
 
 
 class DataError(RlhfError):

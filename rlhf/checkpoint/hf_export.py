@@ -3,7 +3,7 @@
 Knows no Megatron: the model is a `ModelLayout` and its local parameters.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rlhf.errors import LayoutError
+from rlhf.dist.agree import gather
+from rlhf.errors import CheckpointError, LayoutError, SaveError
 from rlhf.families.registry import hf_config, logical_tensors
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.families.writer import DEFAULT_SHARD_BYTES, HfWriter, Shard
@@ -57,6 +58,7 @@ def export_hf(
     Raises:
         LayoutError: The layout is not one of this model.
         CheckpointError: The folder exists and overwrite is off.
+        SaveError: A file cannot be written (on all ranks); nothing is left of it then.
     """
     if group is None:
         return
@@ -71,21 +73,52 @@ def export_hf(
     writer = HfWriter(folder, shapes, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite)
     files = files_layout(writer.shards, layout)
     sync = WeightSync(layout, files, topology=topology, group=group, bucket_bytes=bucket_bytes)  # all saw no folder
-    leads = dist.get_rank() == layout.ranks[0]
-    if leads:
-        writer.begin()
-    dist.barrier(group)
-    with ExitStack() as open_files:
-        mine = {one.param for one in files.holdings(dist.get_rank())} if dist.get_rank() in files.ranks else set()
-        pages: dict[str, Tensor] = {}
+    rank, leads = dist.get_rank(), dist.get_rank() == layout.ranks[0]
+    mine = {one.param for one in files.holdings(rank)} if rank in files.ranks else set()
+    pages: dict[str, Tensor] = {}
+    open_files = ExitStack()
+
+    def open_all() -> None:
         for shard in writer.shards:
             if shard.tensors[0] in mine:
-                pages |= open_files.enter_context(writer.fill(shard))
-        sync.update_weights(params, pages)
-    dist.barrier(group)
-    if leads:
+                pages.update(open_files.enter_context(writer.fill(shard)))
+
+    def finish() -> None:
         writer.finish(hf_config(spec, head=head, dtype=layout.dtype), source_folder=source_folder)
-    dist.barrier(group)
+
+    try:
+        _together(writer.begin if leads else _nothing, folder, group)
+        with open_files:
+            _together(open_all, folder, group)
+            sync.update_weights(params, pages)
+            _together(open_files.close, folder, group)
+        _together(finish if leads else _nothing, folder, group)
+    except SaveError:
+        if leads:
+            writer.abandon()
+        raise
+
+
+def _together(work: Callable[[], object], folder: Path, group: ProcessGroup) -> None:
+    """Do something that may fail on any rank, where no rank may wait for one that has left. Collective.
+
+    Raises:
+        SaveError: On all ranks, if it failed on one.
+    """
+    fault = ""
+    try:
+        work()
+    except OSError as error:
+        fault = f"{error.filename or 'write'}: {error.strerror or error}"
+    except CheckpointError as error:
+        fault = str(error)
+    faults = [one for one in gather(fault, group) if one]
+    if faults:
+        raise SaveError(f"export to {folder}: {faults[0]}; needs a place to write; make room, or name another")
+
+
+def _nothing() -> None:
+    """Of the ranks that wait for the first."""
 
 
 def files_layout(shards: Sequence[Shard], layout: ModelLayout) -> ModelLayout:

@@ -125,7 +125,12 @@ class HfWriter:
         shutil.rmtree(replaced, ignore_errors=True)
         if self.folder.exists():  # stepping aside takes no time; what is cut while it is removed has no name
             self.folder.rename(replaced)
-        self._partial.rename(self.folder)
+        try:
+            self._partial.rename(self.folder)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(self.folder)
+            raise
         shutil.rmtree(replaced, ignore_errors=True)
 
     def abandon(self) -> None:

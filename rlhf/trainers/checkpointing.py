@@ -144,7 +144,8 @@ class Checkpoints:
         """
         where = f"checkpoint.resume: {point.folder}"
         check_frozen(point.record, self._sums_of_frozen(), where=where)
-        load(point.folder, [block for role in self._roles for block in role.blocks(own_share=False)], group=self._group)
+        wanted = [block for role in self._roles for block in role.blocks(own_share=False)]
+        load(point.folder, wanted, group=self._group, tick=lambda: self._progress.tick("load the checkpoint"))
         for role in self._roles:
             if role.model is not None and role.optimizer is not None:
                 weights_loaded(role.model, role.optimizer, with_masters=True)
@@ -161,7 +162,7 @@ class Checkpoints:
     def step_done(self, state: LoopState) -> None:
         """Save and export the state between two steps, as far as they are due; the last step's is left to `finish`.
 
-        Saved first: an export that fails ends the run, which then goes on from here.
+        What cannot be written costs a line on the console, and the run goes on: the next one may be.
         """
         checkpoint = self._config.checkpoint
         if checkpoint.due(state.step) and state.step < self._config.num_steps:
@@ -169,7 +170,17 @@ class Checkpoints:
         if checkpoint.export_due(state.step):
             with self._timers.phase("save"):
                 self._wait()
-                self._export(self._exports / f"step_{state.step:08d}")
+                self._export_step(state.step)
+
+    def _export_step(self, step: int) -> None:
+        fault = ""
+        try:
+            self._export(self._exports / f"step_{step:08d}")
+        except SaveError as error:
+            fault = str(error)
+        said = next((one for one in gather(fault, self._group) if one), "")  # rank 0 may be outside the pool
+        if said:
+            self._note(f"step {step}: {said}; the run goes on")
 
     def finish(self, state: LoopState) -> None:
         """Save the state in which the run ends: always when a stop ends it, else when it has checkpoints at all.

@@ -1,5 +1,7 @@
 """A model cut over ranks, written by them together, read back by transformers."""
 
+import errno
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf.checkpoint.hf_export import export_hf
 from rlhf.dist.groups import GroupFactory
-from rlhf.errors import CheckpointError, LayoutError
+from rlhf.errors import CheckpointError, LayoutError, SaveError
 from rlhf.families.registry import logical_tensors
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.reshard.layout import Box, ModelLayout, ParamLayout
@@ -82,6 +84,41 @@ def export(folder: Path) -> None:
             other = {**options, "head": Head.VALUE if head is Head.LM else Head.LM}
             with pytest.raises(LayoutError, match=r"lm_head|score"):
                 export_hf(SPEC, layout, params, folder / "never", **other)
+
+
+def refused(folder: Path) -> None:
+    """Ranks 0 and 1 export; calls of one of them fail, at one place after the other."""
+    ranks, topology = (0, 1), Topology.blocks(2, ranks_per_node=2)
+    group = GroupFactory(device_backend="gloo", timeout=timedelta(seconds=30)).cpu_group([ranks])
+    layout, tensors = halves(Head.LM, "float32", ranks), full(Head.LM, "float32")
+    params = {one.param: tensors[one.tensor][one.box.slices].clone() for one in layout.holdings(dist.get_rank())}
+    for name, failing in (("mkdir", 0), ("posix_fallocate", 0), ("posix_fallocate", 1), ("fsync", 1), ("rename", 0)):
+        with pytest.MonkeyPatch.context() as patches:
+            if dist.get_rank() == failing:
+                patches.setattr(os, name, full_disk)
+            with pytest.raises(SaveError, match=r"export to .*/out: .*No space left on device; needs a place to write"):
+                export_hf(
+                    SPEC,
+                    layout,
+                    params,
+                    folder / "out",
+                    head=Head.LM,
+                    source_folder=None,
+                    group=group,
+                    topology=topology,
+                    shard_bytes=6000,
+                )
+        dist.barrier()
+        assert not list(folder.iterdir())
+
+
+def full_disk(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.dist
+def test_an_export_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path):
+    run_ranks(2, refused, tmp_path)
 
 
 @pytest.mark.dist

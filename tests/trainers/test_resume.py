@@ -1,6 +1,5 @@
 """A run that is killed and started again ends as one that never was; in one process, whose parts are built anew."""
 
-import errno
 import io
 import json
 import time
@@ -348,14 +347,16 @@ def _an_export_that_fails_costs_no_save(start: Start) -> None:
             return write(*args)
 
         def full(*_: Path, checkpoints: Path = run_folder / "checkpoints") -> None:
-            raise OSError(errno.ENOSPC, f"with {sorted(path.name for path in checkpoints.glob('step_*'))} saved")
+            raise SaveError(f"no room, with {sorted(path.name for path in checkpoints.glob('step_*'))} saved")
 
         with (
             patch.object(saver, "_write", slow),
             patch.object(loop.checkpoints, "_export", full),
-            pytest.raises(OSError, match=r"with \['step_00000001'\] saved"),
+            pytest.raises(SaveError, match=r"with \['step_00000001'\] saved"),
         ):
             stop_after(replace(loop, save=full), run_folder, 1)
+        said = start.said()
+        assert ("step 1: no room, with ['step_00000001'] saved; the run goes on" in said) == (name == "each_step")
 
 
 def _sft_goes_on_too(start: Start) -> None:

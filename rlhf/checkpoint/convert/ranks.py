@@ -115,7 +115,12 @@ def appearing(folder: Path, source: Path, crew: Crew, *, overwrite: bool) -> Ite
         shutil.rmtree(replaced, ignore_errors=True)
         if folder.exists():
             folder.rename(replaced)
-        partial.rename(folder)
+        try:
+            partial.rename(folder)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(folder)
+            raise
         shutil.rmtree(replaced, ignore_errors=True)
 
     crew.together(lambda: refuse_existing(folder, source, overwrite=overwrite))
