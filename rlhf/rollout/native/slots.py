@@ -1,5 +1,6 @@
 """How long the slots of the cache are, and how many: pure bookkeeping, the same on every rank of an engine."""
 
+from collections import deque
 from dataclasses import dataclass
 from math import ceil
 
@@ -26,13 +27,17 @@ class SlotPlan:
     def __init__(self, scheduler: Scheduler, *, max_running: int, cache_tokens: int, max_new_tokens: int) -> None:
         self._scheduler, self._max_running, self._max_new_tokens = scheduler, max_running, max_new_tokens
         self._cache_tokens, self._now = cache_tokens, Cut(0, 0)
-        self._longest = 0  # of the rows that wait; no less than that
+        self._num_added = 0
+        self._longest = deque[tuple[int, int]]()  # of the rows that wait, (which, tokens): each longer than all behind
 
     def add(self, rows: list[Row]) -> None:
         """Let rows wait."""
-        if not self._scheduler.num_waiting:
-            self._longest = 0
-        self._longest = max(self._longest, *(self._row_tokens(row) for row in rows), 0)
+        for row in rows:
+            tokens = self._row_tokens(row)
+            while self._longest and self._longest[-1][1] <= tokens:
+                self._longest.pop()
+            self._longest.append((self._num_added, tokens))
+            self._num_added += 1
         self._scheduler.add(rows)
 
     def next_cut(self) -> Cut | None:
@@ -41,14 +46,16 @@ class SlotPlan:
         scheduler.num_slots = now.num_slots
         if not scheduler.num_waiting:
             return None
-        running = scheduler.running()
-        if self._longest > now.slot_tokens:
-            wanted = self._cut(self._longest)
+        while self._longest[0][0] < self._num_added - scheduler.num_waiting:  # it has entered
+            self._longest.popleft()
+        running, longest = scheduler.running(), self._longest[0][1]
+        if longest > now.slot_tokens:
+            wanted = self._cut(longest)
             if wanted.num_slots < len(running):
                 scheduler.num_slots = 0
                 return None
         elif now.num_slots < self._max_running and scheduler.num_waiting > scheduler.num_open:
-            wanted = self._cut(max(self._longest, *(self._row_tokens(row) for row in running), 0))
+            wanted = self._cut(max(longest, *(self._row_tokens(row) for row in running), 0))
             if 2 * wanted.slot_tokens > now.slot_tokens:
                 return None
         else:
