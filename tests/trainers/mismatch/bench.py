@@ -34,6 +34,7 @@ from rlhf.reshard.topology import Topology
 from rlhf.reshard.weight_sync import WeightSync
 from rlhf.rollout.engine import RolloutEngine
 from rlhf.rollout.native.engine import NativeEngine
+from rlhf.rollout.sglang.engine import SGLangEngine
 from rlhf.trainers.driver_state import DriverState
 from rlhf.trainers.experience import sequences_of
 from rlhf.trainers.mismatch.replay import Replays
@@ -78,6 +79,8 @@ class Layout:
     """Of an engine."""
     dp: int = 1
     """Engines."""
+    engine: str = "native"
+    """Or sglang, of models whose MLPs it does not pad."""
 
 
 class Bench:
@@ -89,19 +92,23 @@ class Bench:
         self.everyone = _not_none(factory.cpu_group([tuple(range(layout.ranks))]))
         self.rank, self.folder = dist.get_rank(), RunFolder(folder)
         self.calls = RoleCalls(self.rank, self.everyone)
-        self.rollout = RolloutConfig(tp=layout.tp, dp=layout.dp, max_running=7, kv_cache_tokens=1600)
+        self.rollout = RolloutConfig(
+            engine=layout.engine, tp=layout.tp, dp=layout.dp, max_running=7, kv_cache_tokens=1600
+        )
         self.actor = self._actor(factory, ModelConfig(path="bench", dtype=dtype))
         tp_group, cpu_group = (make(self.rollout.engines) for make in (factory.device_group, factory.cpu_group))
-        self.engine = NativeEngine(
+        self.engine = {"native": NativeEngine, "sglang": SGLangEngine}[layout.engine](
             *(self.spec, self.rollout),
             **{"tp_group": tp_group if layout.tp > 1 else None, "cpu_group": cpu_group if layout.tp > 1 else None},
             **{"device": CPU, "dtype": getattr(torch, dtype), "run_seed": 11, "eos_token_ids": ()},
+            log_folder=folder,
         )
         sync = WeightSync(
             megatron_layout(self.spec, layout.actor, head=Head.LM, dtype=dtype),
             self.engine.layout(),
             topology=Topology.of_hosts(["here"] * layout.ranks),
             group=factory.device_group([tuple(range(layout.ranks))]),
+            windowed=layout.engine == "sglang",
         )
         self.policy_sync = PolicySync(sync, actor_params=lambda: current_params(self.model), engine=self.engine)
         self.version = 0
