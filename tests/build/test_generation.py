@@ -104,8 +104,6 @@ def test_a_stop_string_ends_an_answer(engine, model) -> None:
 
 
 def test_the_monitor_has_seen_the_rows_since_it_was_started(engine) -> None:
-    if engine._config.engine == "native":
-        return  # it tells its monitor nothing yet
     engine.performance.start()
     engine.generate([list(range(20, 80))], SamplingConfig(max_new_tokens=6, ignore_eos=True), n=10)
     found = engine.performance.stats()

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -204,6 +205,38 @@ def test_quick_rollout_says_what_is_missing_and_writes_rows(tmp_path: Path) -> N
     ours, theirs = rows["rollout/tiny/greedy/16"], rows["rollout/tiny/greedy/16/transformers"]
     assert ours["ratio"] == pytest.approx(ours["value"] / theirs["value"], rel=0.01)
     assert rows["rollout/tiny/peak memory"]["value"] > 100
+
+
+def test_quick_says_that_the_rows_of_sglang_are_left_out(monkeypatch, capsys) -> None:
+    def nothing_runs(sides, *_, **__):
+        raise SideError(f"{sides[0].name}: was to run")
+
+    monkeypatch.setattr("tools.benchmarks.rollout.started", nothing_runs)
+    assert command.main(["rollout", "--quick", "--only", "rollout/tiny/none"]) == 0
+    assert "rollout/tiny/sglang/*: left out of --quick; add --only 'rollout/tiny/sglang/*'" in capsys.readouterr().out
+    monkeypatch.setattr("tools.benchmarks.rollout.find_spec", lambda _: None)
+    assert command.main(["rollout", "--quick", "--only", "rollout/tiny/sglang/*"]) == 0
+    assert "SGLang is not installed here; scripts/setup.sh core sglang" in capsys.readouterr().out
+    monkeypatch.undo()
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.sglang
+@pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang (scripts/setup.sh test sglang)")
+def test_our_engine_on_sglang_stands_beside_sglangs_own(tmp_path: Path) -> None:
+    done = bench("rollout", "--quick", "--only", "rollout/tiny/sglang/greedy/16", "--json", str(tmp_path / "rows.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rollout/tiny/sglang/greedy/16: 100% of rows are token for token those of sglang itself" in done.stdout
+    rows = {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    ours = rows["rollout/tiny/sglang/greedy/16"]
+    assert ours["target"] == 0.95
+    assert ours["peer"].startswith("sglang itself: ")
+    assert ours["ratio"] == pytest.approx(
+        ours["value"] / rows["rollout/tiny/sglang/greedy/16/sglang itself"]["value"], rel=0.01
+    )
+    assert rows["rollout/tiny/sglang/start"]["value"] > 1
+    assert not any(name.startswith("rollout/tiny/greedy") for name in rows)
 
 
 @pytest.mark.dist
