@@ -132,6 +132,7 @@ def _fill(folder, last_step):
         with folder.metrics.open("a") as file:
             file.write(f'{{"step": {step}, "reward/mean": {step}.5}}\n')
         folder.add_samples([replace(SAMPLE, step=step), replace(SAMPLE, step=step, split="held_out")])
+        folder.write_mismatch(step, {"step": step}, "why")
         for path in (folder.sample_dump(step), folder.timeline(step, "json"), folder.torch_trace(step, 1)):
             path.parent.mkdir(exist_ok=True)
             path.write_text(str(step))
@@ -164,6 +165,8 @@ def test_a_run_that_goes_on_keeps_what_its_checkpoint_knows_and_nothing_of_later
     dumps = [folder.sample_dump(n) for n in range(8)]
     lines = [path for n in range(8) for path in (folder.timeline(n, "json"), folder.torch_trace(n, 1))]
     assert [path for path in dumps + lines if path.exists()] == dumps[:6] + lines[:12]
+    found = [folder.mismatch(n, ending) for n in range(8) for ending in ("json", "txt")]
+    assert [path for path in found if path.exists()] == found[:12]
     assert not folder.summary.exists(), "it would say that the run is at its end"
     assert folder.tracker.exists()
 

@@ -31,6 +31,9 @@ from rlhf.trainers.policy_sync import PolicySync
 ASKED = 4
 """Prompts that each engine is asked again, at most."""
 
+ASKED_TOKENS = 512
+"""Of each of these answers, at most: they are drawn one after the other."""
+
 CLOSER = 0.8
 """Another round of readings is tried while the last one brought the mean square down to less than this share."""
 
@@ -162,7 +165,7 @@ class Replays:
         asked = sorted([*worst[: ASKED - min(len(drawn), ASKED // 2)], *drawn[: ASKED // 2]])
         prompts = chosen.rollout.prompts.select(torch.tensor(asked, dtype=torch.int64))
         longest = int(chosen.rollout.responses.lengths[asked].max()) if asked else 1
-        sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, longest))
+        sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, longest, ASKED_TOKENS))
         with self.awake():
             self.policy_sync.update_weights(policy_version=policy_version)  # nothing, unless they were given back
             one_by_one, at_once = [], []

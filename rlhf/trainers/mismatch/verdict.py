@@ -15,6 +15,8 @@ from rlhf.trainers.mismatch.evidence import Again, Evidence, ReplayedRow
 
 EXPLAINS = 0.6
 """Least share that names a cause: true ones explain all but noise, and no wrong one was seen to explain half."""
+FEWEST = 4
+"""Tokens that a hypothesis with something to choose must fit: fewer fit some temperature or neighbour by chance."""
 AS_GOOD = 0.1
 """Shares that differ by less are equal; then the cause that stands first in `Cause` is taken."""
 
@@ -123,14 +125,14 @@ def _shift(evidence: Evidence) -> Score:
 
 def _sampling(evidence: Evidence) -> Score:
     """What another reading explains beyond the same one: readings are taken with each row alone."""
-    whole, _ = _spread(evidence, _old)
+    whole, tokens = _spread(evidence, _old)
     alone, _ = _spread(evidence, _alone)
     found = []
     for reading, columns in evidence.readings.items():
         read = [replace(row, alone=column) for row, column in zip(evidence.rows, columns, strict=True)]
         found.append((_spread(replace(evidence, rows=tuple(read)), _alone)[0], reading))
-    if not found or not whole:
-        return Score(Cause.SAMPLING, 0.0, "no other reading was tried")
+    if not found or not whole or tokens < FEWEST:
+        return Score(Cause.SAMPLING, 0.0, "too little to try other readings on")
     left, reading = min(found)
     share = max(0.0, (alone - left) / whole)
     return Score(Cause.SAMPLING, share, f"best: the engine's log-probs are of {reading}; set: {evidence.sampling}")
@@ -193,7 +195,8 @@ def _explained(evidence: Evidence, pick: Callable[[ReplayedRow], Tensor], *, shi
         before.append((row.rollout_logprobs - row.old_logprobs)[here][both])
         after.append((row.rollout_logprobs[here] - pick(row)[there])[both])
     whole = _rms(before)
-    return max(0.0, 1.0 - _rms(after) / whole) if whole else 0.0
+    too_few = shift != 0 and sum(part.numel() for part in before) < FEWEST
+    return max(0.0, 1.0 - _rms(after) / whole) if whole and not too_few else 0.0
 
 
 def _gone(evidence: Evidence, again: Sequence[Again]) -> float:
@@ -211,10 +214,11 @@ def _gone_in(evidence: Evidence, again: Sequence[Again]) -> float:
     before, after, whole = [], [], []
     for one in again:
         row = evidence.rows[one.row]
-        used = _used(row)
-        if used.any() and torch.equal(row.responses, one.responses):
-            before.append((row.rollout_logprobs - row.alone)[used])
-            whole.append((row.rollout_logprobs - row.old_logprobs)[used])
+        asked = slice(len(one.responses))  # long ones are cut short the second time
+        used = _used(row)[asked]
+        if used.any() and torch.equal(row.responses[asked], one.responses):
+            before.append((row.rollout_logprobs - row.alone)[asked][used])
+            whole.append((row.rollout_logprobs - row.old_logprobs)[asked][used])
             after.append((one.rollout_logprobs - one.trainer)[used])
     size = _rms(whole)
     of_rows = max(0.0, (_rms(before) - _rms(after)) / size) if size else 0.0
