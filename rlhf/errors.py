@@ -41,6 +41,10 @@ class EngineError(RlhfError):
     """A rollout engine was asked for what it cannot do, or has died."""
 
 
+class EngineLostError(EngineError):
+    """A process of a rollout engine died, was stopped or hangs. The engine answers nothing until it is restarted."""
+
+
 class WeightSyncError(RlhfError):
     """After a weight sync the engine does not hold the trainer's weights."""
 

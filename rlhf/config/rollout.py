@@ -1,8 +1,9 @@
 """How responses are sampled, and by which engine on which ranks."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from rlhf.config.checks import at_least, between, more_than, refuse
+from rlhf.config.checks import at_least, between, more_than, one_of, refuse
 from rlhf.config.sglang import SGLangConfig
 
 BUILT_IN = ("native", "sglang")
@@ -76,6 +77,18 @@ class RolloutConfig:
     """Most responses one engine decodes at a time; the others wait."""
     kv_cache_tokens: int = 65536
     """Room for keys and values in one engine, in tokens."""
+    batching: str = "dynamic"
+    """dynamic (a row begins as soon as another has ended), or buckets: where latency must be even, an engine answers a
+    batch of at most max_running rows of one length bucket, and no row joins before the last one has ended."""
+    bucket_tokens: tuple[int, ...] = (64, 256, 1024, 4096)
+    """Prompt lengths at which buckets end, ascending; longer prompts share one more. With batching = buckets."""
+    oversample: float = 0.0
+    """Share of prompts that a training rollout asks beyond ppo.prompts_per_step, such as 0.25: it ends when as many as
+    the step needs have all their responses, whichever these are. What becomes of the others: tail."""
+    tail: str = "wait"
+    """Of prompts whose responses are not whole when enough others are: wait (there are none, with oversample = 0), drop
+    (what was sampled is thrown away), or continue (goes on after the next weight update, each token with the version
+    that sampled it)."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Of training rollouts."""
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
@@ -100,6 +113,24 @@ class RolloutConfig:
             refuse(
                 f"rollout.kv_cache_tokens: {self.kv_cache_tokens} cannot hold one response of "
                 f"sampling.max_new_tokens = {self.sampling.max_new_tokens} and its prompt; raise the first"
+            )
+
+        self._check_routes()
+
+    def _check_routes(self) -> None:
+        one_of("rollout.batching", self.batching, ("dynamic", "buckets"))
+        if not self.bucket_tokens or any(a >= b for a, b in pairwise((0, *self.bucket_tokens))):
+            refuse(
+                f"rollout.bucket_tokens: {list(self.bucket_tokens)} given; needs prompt lengths in ascending order; "
+                "write rollout.bucket_tokens=[64,256,1024]"
+            )
+        between("rollout.oversample", self.oversample, 0.0, 4.0)
+        if one_of("rollout.tail", self.tail, ("wait", "drop", "continue")) and (self.tail == "wait") != (
+            self.oversample == 0.0
+        ):
+            refuse(
+                f"rollout.tail: {self.tail} given with rollout.oversample = {self.oversample}; needs wait where a step "
+                "asks no more prompts than it learns from, else drop or continue; change one"
             )
 
     @property

@@ -93,6 +93,9 @@ class RolloutEngine(Protocol):
 class EngineFactory(Protocol):
     """What `rollout.engine` names, usually a class: makes this rank's part of one engine, on all ranks of the pool."""
 
+    continues: bool
+    """Whether its engines go on with responses that were begun (`Work.begun`); asked for by rollout.tail = continue."""
+
     def __call__(
         self,
         spec: ModelSpec,

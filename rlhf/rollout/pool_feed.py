@@ -114,6 +114,10 @@ class PoolFeed:
     """For each group that became whole here: how many were by then, over all engines; counted from 1."""
     queue_s: list[float] = field(default_factory=list)
     """For each row taken: seconds from the call until then."""
+    busy_s: float = 0.0
+    """Seconds in which the engine had rows."""
+    _rows_out: int = 0
+    _busy_from: float = 0.0
     _open: dict[int, int] = field(default_factory=dict)
     """Groups that are not whole, and how many of their rows are missing."""
     _group_of: dict[int, int] = field(default_factory=dict)
@@ -132,21 +136,37 @@ class PoolFeed:
         now = self.clock()
         if load.rows >= (1 if self.in_batches else self.max_rows) or now < self._claim_at:
             return None
-        unit = self.claims.next()
-        if unit is None:
+        groups, rows = self._claimed(load.rows), self._rows_out
+        if not groups:
             self._claim_at = now + POLL_S
             return None
-        work = self.question.work(unit.groups)
-        self._units.append(unit)
-        for at in unit.groups:
+        work = self.question.work(groups)
+        for at in groups:
             self._open[at] = self.question.groups[at].rows
             self._group_of |= dict.fromkeys(self.question.sample_ids(at), at)
         self.queue_s += [now - self._began_at] * len(work.prompts)
+        self._busy_from = self._busy_from if rows else now
+        self._rows_out += len(work.prompts)
         return work
+
+    def _claimed(self, rows: int) -> list[int]:
+        """Groups of as many units as fill an engine that has some rows; of one unit in batches."""
+        groups: list[int] = []
+        while rows < self.max_rows and not (groups and self.in_batches):
+            unit = self.claims.next()
+            if unit is None:
+                break
+            self._units.append(unit)
+            groups += unit.groups
+            rows += sum(self.question.groups[at].rows for at in unit.groups)
+        return groups
 
     def done(self, finished: Rollout) -> None:
         """See `Feed.done`."""
         self._ended.append(finished)
+        self._rows_out -= len(finished)
+        if not self._rows_out:
+            self.busy_s += self.clock() - self._busy_from
         ids, reasons = finished.prompts.sample_ids.tolist(), finished.finish_reasons.tolist()
         for sample_id, reason in zip(ids, reasons, strict=True):
             at = self._group_of[sample_id]
@@ -171,6 +191,12 @@ class PoolFeed:
         groups = self.question.groups
         self.claims.give_back([Unit(tuple(unit), sum(groups[at].tokens for at in unit)) for unit in lost if unit])
         self._open.clear()
+        self.busy_s += self.clock() - self._busy_from if self._rows_out else 0.0
+
+    @property
+    def stopped(self) -> tuple[int, ...]:
+        """Groups taken here that are not whole, once the engine has ended."""
+        return tuple(self._open)
 
     def answers(self) -> Answers:
         """Rows of whole groups, and of groups that were stopped as far as they came; each once, in no order."""
@@ -179,20 +205,25 @@ class PoolFeed:
         mine = torch.tensor([at in self.place or at in self._open for at in groups], dtype=torch.bool)
         return rows.select(mine.nonzero().flatten())
 
-    def padding_waste(self) -> float:
-        """Share of the tokens of slots that no row had: in a batch each has a slot as long as the longest row.
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens of all rows that came back."""
+        return sum(int(part.responses.lengths.sum()) for part in self._ended)
 
-        0 where rows come and go as they end.
+    def slot_tokens(self) -> tuple[int, int]:
+        """Tokens that slots had room for, and those that rows filled.
+
+        In a batch each row has a slot as long as the longest prompt and the longest response of the batch, since its
+        slot is not used again before the last row has ended. Where rows come and go, nothing is left over.
         """
-        if not self.in_batches:
-            return 0.0
         rows = Rollout.concat([Rollout.empty(), *self._ended])
         responses, prompts = _lengths(Answers.of(rows)), rows.prompts.tokens.lengths.tolist()
         prompt = dict(zip(responses, prompts, strict=True))
-        used = padded = 0
-        for unit in self._units:
-            ids = [i for at in unit.groups for i in self.question.sample_ids(at) if i in responses]
-            used += sum(prompt[i] + responses[i] for i in ids)
-            longest = max((prompt[i] for i in ids), default=0) + max((responses[i] for i in ids), default=0)
-            padded += len(ids) * longest
-        return 1.0 - used / padded if padded else 0.0
+        used = sum(responses.values()) + sum(prompts)
+        if not self.in_batches:
+            return used, used
+        batches = [
+            [i for at in unit.groups for i in self.question.sample_ids(at) if i in prompt] for unit in self._units
+        ]
+        longest = [max(prompt[i] for i in ids) + max(responses[i] for i in ids) if ids else 0 for ids in batches]
+        return sum(len(ids) * tokens for ids, tokens in zip(batches, longest, strict=True)), used

@@ -60,9 +60,14 @@ def bucket_routes(
     for at in sorted(range(len(groups)), key=lambda at: (-len(groups[at].prompt), groups[at].prompt, at)):
         buckets[bisect_left(edges, len(groups[at].prompt))].append(at)
     batches = [batch for bucket in reversed(buckets) for batch in _batches(bucket, groups, num_engines, max_rows)]
-    dealt = _dealt([[at] for at in range(len(batches))], [_joined(batch, groups) for batch in batches], num_engines)
+    dealt = _dealt([[at] for at in range(len(batches))], [_of_batch(batch, groups) for batch in batches], num_engines)
     units = [Unit(tuple(batch), sum(groups[at].tokens for at in batch)) for batch in batches]
     return tuple(tuple(units[at] for piece in queue for at in piece) for queue in dealt)
+
+
+def joined(queue: Queue) -> Unit:
+    """All units of a queue as one."""
+    return Unit(tuple(at for unit in queue for at in unit.groups), sum(unit.tokens for unit in queue))
 
 
 def _batches(bucket: Sequence[int], groups: Sequence[Group], num_engines: int, max_rows: int) -> list[list[int]]:
@@ -80,7 +85,7 @@ def _batches(bucket: Sequence[int], groups: Sequence[Group], num_engines: int, m
     return batches
 
 
-def _joined(batch: Sequence[int], groups: Sequence[Group]) -> Group:
+def _of_batch(batch: Sequence[int], groups: Sequence[Group]) -> Group:
     """A batch as one group, for dealing: it takes as long as its longest prompt and response, whatever its rows."""
     return Group((), len(batch), max(-(-groups[at].tokens // groups[at].rows) for at in batch))
 

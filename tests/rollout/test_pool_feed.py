@@ -45,13 +45,13 @@ MIXES = {
 
 
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(5))
 def test_four_engines_are_busy_for_the_same_time_within_a_tenth_on_skewed_lengths(mix, seed):
-    """Longest over mean busy time, in decode steps and prefill; the mean is 5 to 9 times the longest response."""
+    """Longest over mean busy time, in decode steps and prefill; the mean is at least 6 times the longest response."""
     random = Random(seed)
     prompt_lengths = [random.randint(1, 90) for _ in range(800)]
     lengths = {row: MIXES[mix](random, row // 2) for row in range(1600)}
-    feeds, engines = simulate(question_of(prompt_lengths, 2), lengths, slots=6)
+    feeds, engines = simulate(question_of(prompt_lengths, 2), lengths, slots=5)
     busy = [engine.busy for engine in engines]
     assert max(busy) / (sum(busy) / 4) <= 1.1
     assert sum(len(feed.answers()) for feed in feeds) == 1600
@@ -128,7 +128,7 @@ def test_a_batch_is_taken_by_an_engine_that_has_nothing_to_do_and_no_row_joins_i
     # rows of prompt 1 (30 tokens) and 3 (31): responses 3, 4, 7, 8; slots of 31 + 8 tokens, and so on
     used = sum(2 * length for length in (5, 30, 6, 31, 7, 32, 8, 33)) + sum(lengths.values())
     padded = 4 * (33 + 16 + 31 + 8 + 8 + 14 + 6 + 6)
-    assert feed.padding_waste() == pytest.approx(1 - used / padded)
+    assert feed.slot_tokens() == (padded, used)
 
 
 def test_the_first_groups_are_kept_and_the_others_come_back_as_far_as_they_came():

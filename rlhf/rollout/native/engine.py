@@ -31,6 +31,8 @@ _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 class NativeEngine:
     """A `RolloutEngine` in plain torch; see there for the methods and `EngineFactory` for the arguments."""
 
+    continues = True
+
     def __init__(
         self,
         spec: ModelSpec,

@@ -59,6 +59,8 @@ class SGLangEngine:
         LayoutError: SGLang's parameters are not those that `layout` describes.
     """
 
+    continues = True
+
     def __init__(
         self,
         spec: ModelSpec,

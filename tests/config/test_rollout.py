@@ -1,0 +1,30 @@
+"""Which rollout settings go together."""
+
+import pytest
+
+from rlhf.config.rollout import RolloutConfig
+from rlhf.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batching": "static"}, "rollout.batching: 'static' given; needs one of dynamic, buckets"),
+        ({"bucket_tokens": (64, 64)}, r"rollout.bucket_tokens: \[64, 64\] given; needs prompt lengths in ascending"),
+        ({"bucket_tokens": ()}, "rollout.bucket_tokens"),
+        ({"bucket_tokens": (0, 8)}, "rollout.bucket_tokens"),
+        ({"oversample": -0.1, "tail": "drop"}, "rollout.oversample: -0.1 given; needs 0.0 to 4.0"),
+        ({"oversample": float("nan"), "tail": "drop"}, "rollout.oversample: nan given"),
+        ({"oversample": 25, "tail": "drop"}, "rollout.oversample: 25 given"),
+        ({"oversample": 0.25}, "rollout.tail: wait given with rollout.oversample = 0.25; needs wait where"),
+        ({"tail": "continue"}, "rollout.tail: continue given with rollout.oversample = 0.0; needs wait where"),
+        ({"oversample": 0.25, "tail": "keep"}, "rollout.tail: 'keep' given; needs one of wait, drop, continue"),
+    ],
+)
+def test_routing_settings_that_do_not_work_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RolloutConfig(**settings)
+
+
+def test_oversampling_with_a_tail_is_taken() -> None:
+    assert RolloutConfig(oversample=0.25, tail="continue", batching="buckets", bucket_tokens=(8, 32)).tail == "continue"
