@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import torch
+from torch.distributed import ProcessGroup
 
 from rlhf.build.engine_factories import engine_factory
 from rlhf.build.roles import spec_of_role
 from rlhf.config.run import PPORunConfig
 from rlhf.data.tokenizer import TextOf
+from rlhf.errors import ConfigError
 from rlhf.families.registry import read_spec
 from rlhf.families.spec import Head
 from rlhf.mcore.layout import megatron_layout
@@ -17,6 +19,7 @@ from rlhf.reshard.verify import Verify
 from rlhf.reshard.weight_sync import WeightSync
 from rlhf.rollout.engine import RolloutEngine
 from rlhf.rollout.performance import PerformanceMonitor
+from rlhf.rollout.pool import EnginePool, store_of_job
 from rlhf.trainers.site import Site
 
 
@@ -31,9 +34,15 @@ def make_engine(
     rollout, factory = config.rollout, site.ranks.groups
     sets = rollout.engines
     tp_group, cpu_group = factory.device_group(sets), factory.cpu_group(sets)
+    make = engine_factory(rollout.engine)
+    if rollout.tail == "continue" and not getattr(make, "continues", False):
+        raise ConfigError(
+            f"rollout.tail: continue given, but {rollout.engine} does not say that its engines go on with responses "
+            "that were begun; needs a factory with continues = True; set rollout.tail=drop, or teach the engine"
+        )
     if site.ranks.rank not in rollout.ranks:
         return None
-    return engine_factory(rollout.engine)(
+    return make(
         read_spec(folder),
         rollout,
         tp_group=tp_group if rollout.tp > 1 else None,
@@ -48,6 +57,22 @@ def make_engine(
         log_folder=site.ranks.run_folder / "logs",
         performance=performance,
         decode=TextOf(folder),
+    )
+
+
+def make_engine_pool(
+    config: PPORunConfig, engine: RolloutEngine | None, leaders_group: ProcessGroup | None, site: Site
+) -> EnginePool | None:
+    """All engines as one; None outside the rollout pool. `leaders_group`: gloo, on the first rank of each engine."""
+    if engine is None:
+        return None
+    return EnginePool(
+        engine,
+        config.rollout,
+        rank=site.ranks.rank,
+        leaders_group=leaders_group,
+        store=store_of_job("rollout"),
+        on_wait=lambda: site.ranks.progress.tick("rollout/generate, other engines"),
     )
 
 

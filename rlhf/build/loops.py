@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from rlhf.build.checkpoints import make_checkpoints
-from rlhf.build.engines import make_engine, make_weight_sync
+from rlhf.build.engines import make_engine, make_engine_pool, make_weight_sync
 from rlhf.build.roles import make_critic, make_exporter, make_model, make_policy, spec_of_role, trained_tensors
 from rlhf.config.checks import collecting
 from rlhf.config.run import PPORunConfig, RunConfig, SFTRunConfig, check_world
@@ -29,6 +29,7 @@ from rlhf.trainers.checkpointing import TrainedRole
 from rlhf.trainers.driver_state import DriverState
 from rlhf.trainers.evaluation import Evaluation
 from rlhf.trainers.experience import PPOModels
+from rlhf.trainers.generation import Generation
 from rlhf.trainers.mismatch.replay import Replays
 from rlhf.trainers.mismatch.watch import MismatchWatch
 from rlhf.trainers.ownership import Ownership
@@ -72,6 +73,7 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
     stop_ids, data_report = next(words for words in told if words is not None)
     performance = PerformanceMonitor() if owner else None
     engine = make_engine(config, folder, stop_ids, site, performance)
+    pool = make_engine_pool(config, engine, owners_group, site)
 
     calls = RoleCalls(rank, site.everyone, span=site.span)
     actor = make_policy("actor", config, config.actor, calls, site)
@@ -102,9 +104,16 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
         ownership=ownership,
         owners_group=owners_group,
         everyone=site.everyone,
-        prompts=owner.prompts if owner else None,
+        generation=Generation(
+            config,
+            rank=rank,
+            ownership=ownership,
+            prompts=owner.prompts if owner else None,
+            pool=pool,
+            performance=performance,
+            timers=site.timers,
+        ),
         engine=engine,
-        performance=performance,
         policy_sync=policy_sync,
         scorer=scorer,
         models=PPOModels(actor, critic, reference),
@@ -135,7 +144,7 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
         profiler=site.profiler,
         evaluation=Evaluation(
             config=config.eval,
-            engine=engine,
+            pool=pool,
             prompts=owner.held_out if owner else PromptBatch.empty(),
             scorer=scorer,
             group=site.everyone,

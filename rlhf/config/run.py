@@ -1,6 +1,7 @@
 """A whole run: its parts, and the rules that join two parts."""
 
 from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 
 from rlhf.config.algorithm import PPOConfig, SFTConfig
@@ -189,6 +190,11 @@ class PPORunConfig:
                 f"eval.every_steps: {self.eval.every_steps} given, but data.held_out = 0 keeps no problems to evaluate "
                 f"on; set eval.every_steps=0, or data.held_out=200"
             )
+
+    @property
+    def extra_prompts(self) -> int:
+        """Prompts that a step asks beyond ppo.prompts_per_step."""
+        return ceil(self.ppo.prompts_per_step * self.rollout.oversample)
 
     def inheritors(self) -> dict[str, TrainedRoleConfig | FrozenRoleConfig]:
         """The roles whose weights are the actor's at the start."""

@@ -3,6 +3,7 @@
 Prompt p of a step belongs to owner p % num_owners, with all its samples. Knows no process group: an owner is a number.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,8 +52,12 @@ class PromptSource:
         Prompt p of the step has prompt id first + p, and its sample k has sample id (first + p) * samples_per_prompt +
         k. May have no rows.
         """
-        ids = [first + p for p in range(owner, self.prompts_per_step, num_owners)]
-        return prompt_batch(ids, [self.problems.train(i) for i in ids], self.samples_per_prompt)
+        return self.rows([first + p for p in range(owner, self.prompts_per_step, num_owners)])
+
+    def rows(self, prompt_ids: Sequence[int]) -> PromptBatch:
+        """Rows of prompts by their places in the stream, in this order; ids as in rows_of."""
+        prompts = [self.problems.train(i) for i in prompt_ids]
+        return prompt_batch(list(prompt_ids), prompts, self.samples_per_prompt)
 
     def held_out(self, owner: int, num_owners: int, *, samples: int = 1) -> PromptBatch:
         """Rows of one owner among the held-out prompts, so many samples each; ids begin at FIRST_HELD_OUT_ID."""

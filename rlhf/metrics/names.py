@@ -195,6 +195,20 @@ class RolloutMetrics:
     """Rows an engine worked on at a time while it had any, mean over engines."""
     cache_hits: float
     """Share of prompt tokens that were not computed for their row: in the cache, or shared with another sample."""
+    queue_time_p50: float
+    """Median seconds until an engine took a row, from the beginning of the generation."""
+    queue_time_p95: float
+    """Seconds within which engines had taken 95 % of the rows."""
+    moved_groups: float
+    """Prompts (batches of them, with rollout.batching = buckets) that another engine answered than was planned."""
+    padding_waste: float
+    """Share of the tokens of slots that no row had (rollout.batching = buckets); 0 where rows come and go."""
+    lost_engines: float
+    """Engines that were lost while they answered."""
+    left_prompts: float
+    """Prompts that were asked beyond those that the step learned from (rollout.oversample)."""
+    stale_tokens: float
+    """Share of response tokens that an earlier version of the weights sampled (rollout.tail = continue)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

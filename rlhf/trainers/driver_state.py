@@ -33,16 +33,31 @@ class StepTally:
     """Of tokens that count."""
     kl: RunningMoments
     """KL summed over a response, of rows that count."""
+    left: tuple[int, ...] | None = None
+    """Prompts that were begun and are to be asked again; None on ranks that own no rows."""
 
     @staticmethod
-    def of(experience: Experience, config: PPOConfig) -> "StepTally":
+    def of(experience: Experience, config: PPOConfig, *, left: tuple[int, ...] | None = None) -> "StepTally":
         """Of this rank's rows, maybe none. No communication."""
         shaped = experience.shaped
         return StepTally(
             rewards=RunningMoments.of(shaped.adjusted[shaped.counts]),
             returns=RunningMoments.of(experience.returns.values[experience.loss_mask.values]),
             kl=RunningMoments.of(response_kl(experience, config)[shaped.counts]),
+            left=left,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Prompts of a step, by their places in the stream."""
+
+    asked: tuple[int, ...]
+    """Ascending; those of state.begun_prompts are the first."""
+    waiting: tuple[int, ...]
+    """Of state.begun_prompts, those that must wait for another step."""
+    prompts_taken: int
+    """The cursor afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +70,9 @@ class DriverState:
     """Steps done; also the number of the next one, counted from 0."""
     prompts_taken: int = 0
     """Cursor: position in the endless stream of prompts from which the next step takes its own."""
+    begun_prompts: tuple[int, ...] = ()
+    """Prompts before the cursor whose responses are not finished, ascending; the next step asks them first. What
+    engines have of them is not part of the state: after a resume they are answered from their beginning."""
     responses: int = 0
     """Responses sampled for training."""
     policy_version: int = 0
@@ -71,8 +89,19 @@ class DriverState:
         """The state before the first step."""
         return DriverState(seed=config.seed, kl_coef=config.ppo.kl_coef)
 
-    def after(self, tallies: Sequence[StepTally], config: PPOConfig) -> "DriverState":
-        """The state after a step, given the tallies of all ranks; those may be missing if nothing depends on them."""
+    def draw(self, num_prompts: int) -> Draw:
+        """What a step asks that is to ask so many prompts: begun ones first."""
+        cursor = self.prompts_taken + max(0, num_prompts - len(self.begun_prompts))
+        new = range(self.prompts_taken, cursor)
+        return Draw((*self.begun_prompts[:num_prompts], *new), self.begun_prompts[num_prompts:], cursor)
+
+    def after(self, tallies: Sequence[StepTally], config: PPOConfig, *, extra_prompts: int = 0) -> "DriverState":
+        """The state after a step, given the tallies of all ranks; those may be missing if nothing depends on them.
+
+        `extra_prompts`: so many more were asked than prompts_per_step.
+        """
+        draw = self.draw(config.prompts_per_step + extra_prompts)
+        left = next((tally.left for tally in tallies if tally.left is not None), ())
         controller, kl = config.kl_controller, RunningMoments.merged(tally.kl for tally in tallies)
         kl_coef, rewards, returns = self.kl_coef, self.rewards, self.returns
         if controller.kind == "adaptive" and self.trains_actor(config):  # else it is near because it stands still
@@ -86,7 +115,8 @@ class DriverState:
         return replace(
             self,
             step=self.step + 1,
-            prompts_taken=self.prompts_taken + config.prompts_per_step,
+            prompts_taken=draw.prompts_taken,
+            begun_prompts=tuple(sorted(left + draw.waiting)),
             responses=self.responses + config.samples_per_step,
             policy_version=self.policy_version + self.trains_actor(config),
             kl_coef=kl_coef,
@@ -112,17 +142,31 @@ class DriverState:
         values = _checked("driver state", plain, DriverState)
         for name in ("rewards", "returns"):
             values[name] = RunningMoments(**_checked(f"driver state: {name}", values[name], RunningMoments))
-        return DriverState(**values)
+        begun = values["begun_prompts"]
+        if not isinstance(begun, list | tuple) or not all(type(prompt) is int for prompt in begun):
+            raise CheckpointError(
+                f"driver state: begun_prompts is {begun!r:.80}; needs places in the stream of prompts; take another "
+                "checkpoint"
+            )
+        return DriverState(**values | {"begun_prompts": tuple(begun)})
 
 
-def next_state(state: DriverState, experience: Experience, config: PPOConfig, *, everyone: ProcessGroup) -> DriverState:
+def next_state(
+    state: DriverState,
+    experience: Experience,
+    config: PPORunConfig,
+    *,
+    left: tuple[int, ...] | None,
+    everyone: ProcessGroup,
+) -> DriverState:
     """The state after a step, equal on all ranks.
 
-    Collective over `everyone` (gloo, all ranks of the job) if what the step measured changes the next one; it is the
-    last thing that a step does, since it waits for all.
+    Collective over `everyone` (gloo, all ranks of the job) if what the step measured, or left unanswered, changes the
+    next one; it is the last thing that a step does, since it waits for all. `left`: see StepTally.
     """
-    tallies = gather(StepTally.of(experience, config), everyone) if config.needs_moments else []
-    return state.after(tallies, config)
+    needs_all = config.ppo.needs_moments or config.rollout.tail == "continue"
+    tallies = gather(StepTally.of(experience, config.ppo, left=left), everyone) if needs_all else []
+    return state.after(tallies, config.ppo, extra_prompts=config.extra_prompts)
 
 
 def response_kl(experience: Experience, config: PPOConfig) -> torch.Tensor:
@@ -134,7 +178,7 @@ def response_kl(experience: Experience, config: PPOConfig) -> torch.Tensor:
 
 def _checked(where: str, plain: object, cls: type) -> dict[str, Any]:
     """The values of a dataclass, all there and its numbers finite."""
-    sections = {f.name for f in fields(cls) if f.type is RunningMoments}
+    sections = {f.name for f in fields(cls) if f.type not in (int, float)}
     names = [f.name for f in fields(cls)]
     if not isinstance(plain, Mapping) or sorted(plain) != sorted(names):
         found = sorted(plain) if isinstance(plain, Mapping) else plain

@@ -10,7 +10,7 @@ from rlhf.config.run import EvalConfig
 from rlhf.data.batch import FinishReason, PromptBatch, ScoredRollout
 from rlhf.dist.agree import gather
 from rlhf.metrics.run_folder import SampleRecord
-from rlhf.rollout.engine import RolloutEngine
+from rlhf.rollout.pool import EnginePool
 from rlhf.trainers.scoring import Scorer
 
 
@@ -34,7 +34,7 @@ class Evaluation:
     """Answers the held-out problems with the engines and scores the answers."""
 
     config: EvalConfig
-    engine: RolloutEngine | None
+    pool: EnginePool | None
     """None on ranks outside the rollout pool."""
     prompts: PromptBatch
     """Held-out prompts that this rank owns, eval.samples_per_prompt rows each."""
@@ -48,11 +48,13 @@ class Evaluation:
     def run(self, step: int, *, leave_out: bool = False) -> EvaluationResult:
         """Evaluate the weights that the engines hold. Collective over the job.
 
-        `leave_out`: this rank's engine holds other weights than it should, so its problems are not asked; the same on
-        all ranks of the engine.
+        `leave_out`: this rank's engine holds other weights than it should, so others answer its problems; the same on
+        all ranks of the engine. Where all do, no problem is counted.
         """
-        engine = None if leave_out else self.engine
-        rollout = engine.generate(self.prompts, self.config.sampling) if engine else None
+        prompts = self.prompts if self.scorer is not None else None
+        rollout = None
+        if self.pool is not None:
+            rollout = self.pool.generate(prompts, self.config.sampling, takes_part=not leave_out)
         mine: tuple[list[list[float]], list[SampleRecord]] = ([], [])
         if rollout is not None and self.scorer is not None:
             scored = self.scorer.score(rollout)

@@ -8,18 +8,17 @@ from random import Random
 from torch.distributed import ProcessGroup
 
 from rlhf.config.run import PPORunConfig
-from rlhf.data.batch import Experience, PromptBatch, Rollout, ScoredRollout
-from rlhf.data.prompts import PromptSource
+from rlhf.data.batch import Experience, ScoredRollout
 from rlhf.metrics.timers import Timers
 from rlhf.models.calls import RoleCalls
 from rlhf.models.minibatches import Cut, UpdateReport
 from rlhf.reshard.stats import ReshardStats
 from rlhf.rollout.engine import RolloutEngine
-from rlhf.rollout.performance import PerformanceMonitor
 from rlhf.trainers.checkpointing import Checkpoints
 from rlhf.trainers.driver_state import DriverState, next_state
 from rlhf.trainers.evaluation import Evaluation, EvaluationResult
 from rlhf.trainers.experience import PPOModels, make_experience, policy_rows, value_rows
+from rlhf.trainers.generation import Generated, Generation
 from rlhf.trainers.losses import make_policy_loss, make_value_loss
 from rlhf.trainers.mismatch.watch import MismatchWatch
 from rlhf.trainers.ownership import Ownership
@@ -44,14 +43,12 @@ class PPOLoop:
     """gloo, over the ranks that own rows; None elsewhere."""
     everyone: ProcessGroup
     """gloo, over all ranks of the job."""
-    prompts: PromptSource | None
-    """None on ranks that own no rows, like the scorer."""
+    generation: Generation
     engine: RolloutEngine | None
     """None on ranks outside the rollout pool."""
-    performance: PerformanceMonitor | None
-    """What its engine tells; None on ranks that lead no engine."""
     policy_sync: PolicySync
     scorer: Scorer | None
+    """None on ranks that own no rows."""
     models: PPOModels
     watch: MismatchWatch
     calls: RoleCalls
@@ -93,30 +90,28 @@ class PPOLoop:
         Returns the next state, this rank's rows, and its share of what happened.
         """
         config, owners = self.config.ppo, self._owners()
-        prompts = self._prompts(state)
         with self.phases.rollout():
             sync = self._sync(state)
-            rollout = self._generate(prompts, left_out=self._is_left_out(sync))
+            generated = self.generation.step(state, left_out=self._is_left_out(sync))
+            assert generated is not None, "a loss that is not survived raises"
         with self.timers.phase("reward"):
-            scored = self._score(rollout, left_out=self._is_left_out(sync))
+            scored = self._score(generated)
             shaped = shape_rewards(scored, config, earlier=state.rewards, owners_group=self.owners_group)
         with self.phases.training():
             experience = make_experience(
                 shaped, self.models, config, kl_coef=state.kl_coef, owners=owners, owners_group=self.owners_group
             )
-            mismatch = self.watch.look(rollout, experience.old_logprobs, state, left_out=self._is_left_out(sync))
+            mismatch = self.watch.look(
+                generated.rollout, experience.old_logprobs, state, left_out=self._is_left_out(sync)
+            )
             critic_report, actor_report = self._update(state, experience, owners)
             self.calls.flush()
         samples = samples_of(experience, config, solved_at=self.config.eval.solved_at)
         part = StepPart(
-            samples,
-            actor=actor_report,
-            critic=critic_report,
-            sync=sync,
-            rollout=None if self.performance is None else self.performance.window(),
-            mismatch=mismatch,
+            samples, actor=actor_report, critic=critic_report, sync=sync, rollout=generated.part, mismatch=mismatch
         )
-        return next_state(state, experience, config, everyone=self.everyone), experience, part
+        state = next_state(state, experience, self.config, left=generated.left, everyone=self.everyone)
+        return state, experience, part
 
     def _update(
         self, state: DriverState, experience: Experience, owners: tuple[int, ...]
@@ -142,13 +137,6 @@ class PPOLoop:
     def _owners(self) -> tuple[int, ...]:
         return self.ownership.owners(self.config.ppo.prompts_per_step, self.config.ppo.samples_per_prompt)
 
-    def _prompts(self, state: DriverState) -> PromptBatch:
-        """Prompts that this rank owns in the next step."""
-        engine = self.ownership.engine_led_by(self.rank)
-        if engine is None or self.prompts is None:
-            return PromptBatch.empty()
-        return self.prompts.rows_of(state.prompts_taken, engine, len(self.ownership.leaders))
-
     def _sync(self, state: DriverState) -> ReshardStats | None:
         with self.timers.phase("rollout/sync"):
             return self.policy_sync.update_weights(policy_version=state.policy_version)
@@ -157,19 +145,12 @@ class PPOLoop:
         """Whether this rank's engine holds wrong weights."""
         return sync is not None and sync.leaves_out(self.rank)
 
-    def _generate(self, prompts: PromptBatch, *, left_out: bool = False) -> Rollout:
-        if self.engine is None:
-            return Rollout.empty()
-        measured = self.performance.measuring() if self.performance is not None else nullcontext()
-        with self.timers.phase("rollout/generate"), measured:
-            if left_out:
-                return Rollout.unanswered(prompts)
-            return self.engine.generate(prompts, self.config.rollout.sampling) or Rollout.empty()
-
-    def _score(self, rollout: Rollout, *, left_out: bool) -> ScoredRollout:
+    def _score(self, generated: Generated) -> ScoredRollout:
         if self.scorer is None:
             return ScoredRollout.empty()
-        return dropped(rollout, WRONG_WEIGHTS) if left_out else self.scorer.score(rollout)
+        if not generated.answered:
+            return dropped(generated.rollout, WRONG_WEIGHTS)
+        return self.scorer.score(generated.rollout)
 
     def _evaluate(self, state: DriverState) -> EvaluationResult | None:
         if not self.config.data.held_out:

@@ -28,8 +28,9 @@ from rlhf.metrics.spread import MinMeanMax
 from rlhf.models.minibatches import UpdateReport
 from rlhf.reshard.stats import ReshardStats
 from rlhf.reshard.topology import Link
-from rlhf.rollout.performance import PerformanceWindow, combined
+from rlhf.rollout.performance import combined
 from rlhf.trainers.driver_state import DriverState, response_kl
+from rlhf.trainers.generation import RolloutPart
 from rlhf.trainers.shaping import length_penalties
 
 NAN = float("nan")
@@ -80,7 +81,7 @@ class StepPart:
     """On the critic's ranks."""
     sync: ReshardStats | None = None
     """On the ranks of actor and engines."""
-    rollout: PerformanceWindow | None = None
+    rollout: RolloutPart | None = None
     """On the leaders of engines."""
     mismatch: MismatchMetrics | None = None
     """Of all ranks together, the same on each."""
@@ -176,11 +177,21 @@ def combine(parts: Mapping[int, StepPart], state: DriverState) -> StepMetrics:
     )
 
 
-def _rollout_metrics(windows: Sequence[PerformanceWindow]) -> RolloutMetrics | None:
-    if not windows:
+def _rollout_metrics(parts: Sequence[RolloutPart]) -> RolloutMetrics | None:
+    """From the parts of the leaders of engines."""
+    if not parts:
         return None
-    found = combined(windows)
-    return RolloutMetrics(**{one.name: float(getattr(found, one.name)) for one in fields(RolloutMetrics)})
+    found, pool, tokens = combined([part.window for part in parts]), parts[0].stats, sum(part.tokens for part in parts)
+    return RolloutMetrics(
+        **{one.name: float(getattr(found, one.name)) for one in fields(RolloutMetrics) if hasattr(found, one.name)},
+        queue_time_p50=pool.queue_time_p50_s,
+        queue_time_p95=pool.queue_time_p95_s,
+        moved_groups=pool.moved,
+        padding_waste=pool.padding_waste,
+        lost_engines=pool.lost_engines,
+        left_prompts=parts[0].left_prompts,
+        stale_tokens=sum(part.stale_tokens for part in parts) / tokens if tokens else 0.0,
+    )
 
 
 def _sync_metrics(sync: ReshardStats, policy_version: int) -> SyncMetrics:

@@ -16,6 +16,7 @@ STATE = replace(
     START,
     step=3,
     prompts_taken=24,
+    begun_prompts=(19, 22),
     policy_version=2,
     kl_coef=0.1 / 3,
     rewards=RunningMoments.of(torch.tensor([0.1, 0.7, 1e-3])),
@@ -27,6 +28,10 @@ def tally(rewards=(), returns=(), kl=()) -> StepTally:
     return StepTally(*(RunningMoments.of(torch.tensor(values)) for values in (rewards, returns, kl)))
 
 
+def tally_of(left) -> StepTally:
+    return replace(tally(), left=left)
+
+
 def test_counters_move_by_the_size_of_a_step_and_the_version_with_training():
     config = PPOConfig(prompts_per_step=8, samples_per_prompt=4, minibatch_samples=16, critic_warmup_steps=2)
     states = [START]
@@ -36,6 +41,26 @@ def test_counters_move_by_the_size_of_a_step_and_the_version_with_training():
     assert [state.prompts_taken for state in states] == [0, 8, 16, 24, 32]
     assert [state.responses for state in states] == [0, 32, 64, 96, 128]
     assert [state.policy_version for state in states] == [0, 0, 0, 1, 2]
+
+
+def test_a_step_asks_begun_prompts_first_and_takes_no_more_new_ones_than_it_needs():
+    config = PPOConfig(prompts_per_step=4, minibatch_samples=4)
+    first = START.draw(6)
+    assert (first.asked, first.waiting, first.prompts_taken) == ((0, 1, 2, 3, 4, 5), (), 6)
+    then = START.after([StepTally(*[RunningMoments()] * 3), tally_of(left=(1, 4))], config, extra_prompts=2)
+    assert (then.prompts_taken, then.begun_prompts) == (6, (1, 4))
+    assert then.draw(6).asked == (1, 4, 6, 7, 8, 9)
+    assert then.after([tally_of(left=())], config, extra_prompts=2).prompts_taken == 10
+    assert then.after([], config, extra_prompts=2).begun_prompts == ()  # what is left over is dropped
+
+
+def test_begun_prompts_are_not_lost_when_fewer_are_asked_after_a_resume():
+    state = replace(START, prompts_taken=9, begun_prompts=(2, 5, 7, 8))
+    draw = state.draw(3)
+    assert (draw.asked, draw.waiting, draw.prompts_taken) == ((2, 5, 7), (8,), 9)
+    config = PPOConfig(prompts_per_step=3, minibatch_samples=3)
+    assert state.after([], config).begun_prompts == (8,)
+    assert state.after([], config).draw(3).asked == (8, 9, 10)
 
 
 def test_nothing_else_moves_unless_the_config_asks_for_it():
@@ -78,6 +103,8 @@ def test_a_state_survives_json_to_the_bit():
         ({"returns": 3.0}, "driver state: returns: holds 3.0"),
         ({"step": {}}, "step is"),
         ({"steps": 1}, "driver state: holds"),
+        ({"begun_prompts": [3, "4"]}, r"begun_prompts is \[3, '4'\]"),
+        ({"begun_prompts": 3}, "begun_prompts is 3"),
     ],
 )
 def test_a_record_that_does_not_fit_is_refused(change, words):

@@ -25,12 +25,13 @@ SCORES = {0: [[1.0, 0.0, 0.0, 2.0], [0.0, 0.5, 0.0, 0.0]], 1: [[1.0, 1.0, 1.0, 1
 
 
 @dataclass
-class FakeEngine:
+class FakePool:
     """Answers every prompt with one token and remembers how it was asked to sample."""
 
     asked: list[SamplingConfig] = field(default_factory=list)
 
-    def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
+    def generate(self, prompts: PromptBatch, sampling: SamplingConfig, *, takes_part: bool) -> Rollout:
+        assert takes_part
         self.asked.append(sampling)
         ones = torch.ones(len(prompts), dtype=torch.int64)
         finish = torch.zeros(len(prompts), dtype=torch.int8)
@@ -59,15 +60,15 @@ def _mean_and_pass_at_k() -> None:
     prompts = PromptBatch(
         4 * ids + torch.arange(4).repeat(len(mine)), ids, tokens, (PromptRecord("p", "a", {}),) * len(ids)
     )
-    engine = FakeEngine()
+    pool = FakePool()
     found = Evaluation(
         config=EvalConfig(samples_per_prompt=4, pass_k=2, sampling=OWN),
-        engine=engine,
+        pool=pool,
         prompts=prompts,
         scorer=FakeScorer([score for scores in mine for score in scores]),
         group=dist.new_group([0, 1], backend="gloo"),
     ).run(5)
-    assert engine.asked == [OWN]
+    assert pool.asked == [OWN]
     assert (found.problems, found.solved, found.reward) == (3, 6 / 12, 7.5 / 12)
     # 2 of 4 solved: 1 - C(2, 2) / C(4, 2) = 5/6; none: 0; all: 1
     assert found.pass_at_k == pytest.approx((5 / 6 + 0 + 1) / 3)

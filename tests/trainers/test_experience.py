@@ -20,8 +20,10 @@ from rlhf.data.batch import (
 )
 from rlhf.data.ragged import Ragged
 from rlhf.rollout.performance import PerformanceMonitor
+from rlhf.rollout.pool_stats import PoolStats
 from rlhf.trainers.driver_state import DriverState
 from rlhf.trainers.experience import PPOModels, make_experience, sequences_of
+from rlhf.trainers.generation import RolloutPart
 from rlhf.trainers.shaping import shape_rewards
 from rlhf.trainers.step_stats import StepPart, combine, samples_of
 
@@ -143,7 +145,19 @@ def test_the_engines_of_all_leaders_are_told_as_one():
         monitor.first_token([7], at=2.0)
         monitor.ended(7, prompt_tokens=4, cached_tokens=1, response_tokens=tokens, at=1.0 + busy)
         windows.append(monitor.window())
-    parts = [replace(part_of(experience()), rollout=window) for window in (*windows, None)]
+    stats = PoolStats(
+        engines=2,
+        lost_engines=1,
+        rows=9,
+        mean_response_tokens=4.0,
+        queue_time_p50_s=0.5,
+        queue_time_p95_s=2.5,
+        busy_spread=1.0,
+        moved=3,
+        padding_waste=0.125,
+    )
+    rollouts = [RolloutPart(window, stats, 6, 2, tokens=8, stale_tokens=at) for at, window in enumerate(windows)]
+    parts = [replace(part_of(experience()), rollout=rollout) for rollout in (*rollouts, None)]
     found = combine(dict(enumerate(parts)), state()).rollout
     assert (found.latency_p50_s, found.queue_p95_s, found.first_token_p50_s) == (7.0, 1.0, 2.0)
     assert found.utilisation == pytest.approx((0.8 + 0.4) / 2)
@@ -151,6 +165,8 @@ def test_the_engines_of_all_leaders_are_told_as_one():
     assert found.prefill_tokens_per_s == 3.0 + 3.0
     assert found.decode_tokens_per_s == pytest.approx(4 / 7 + 8 / 3)
     assert found.cache_hits == 0.25
+    assert (found.queue_time_p50, found.queue_time_p95, found.padding_waste) == (0.5, 2.5, 0.125)
+    assert (found.moved_groups, found.lost_engines, found.left_prompts, found.stale_tokens) == (3, 1, 2, 1 / 16)
     assert combine({0: part_of(experience())}, state()).rollout is None
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pyarrow import parquet
 
 from rlhf.build.loops import build_loop
-from rlhf.data.batch import Experience, PromptBatch, Rollout
+from rlhf.data.batch import Experience, Rollout
 from rlhf.dist.agree import agree, gather, max_of
 from rlhf.dist.groups import GroupFactory
 from rlhf.mcore.layout import local_params
@@ -162,10 +162,12 @@ def _critic_alone(loop: PPOLoop, experience: Experience, folder: Path, groups: G
     torch.testing.assert_close(values.values, experience.values.values, atol=1e-5, rtol=1e-5)
 
 
-def _mismatch(loop: PPOLoop, prompts: PromptBatch, group: dist.ProcessGroup) -> float:
+def _mismatch(loop: PPOLoop, state: DriverState, group: dist.ProcessGroup) -> float:
     """Largest difference between the engine's log-probs of fresh samples and the trainer's, over all ranks."""
     with loop.phases.rollout():
-        rollout = loop._generate(prompts)
+        generated = loop.generation.step(state)
+    assert generated is not None
+    rollout = generated.rollout
     scores = loop.models.actor.logprobs(sequences_of(rollout), owners=loop._owners()).collect().scores
     loop.calls.flush()
     difference = (scores.values - rollout.rollout_logprobs.values).abs()
@@ -190,19 +192,18 @@ def _engine_follows_the_trainer(loop: PPOLoop, state: DriverState, group: dist.P
         assert _moved(loop, experience, group) >= 1e-2
         stats = loop.policy_sync.update_weights(policy_version=state.policy_version)
         assert stats is None or (stats.moved > 0 and stats.ratio == 1.0)
-        prompts = loop._prompts(state)
-        assert _mismatch(loop, prompts, group) < 1e-4
+        assert _mismatch(loop, state, group) < 1e-4
     names = sorted({name for held in gather(_tensors(loop), group) for name in held})
     assert len(names) > 30
     unseen = []
     for name in names:
         fresh = _leave_out(loop, name, stale)
-        if _mismatch(loop, prompts, group) < 1e-4:
+        if _mismatch(loop, state, group) < 1e-4:
             unseen.append(name)
         for param, values in fresh.items():
             loop.engine.params()[param].copy_(values)
     assert not unseen, f"a sync without these is not noticed: {unseen}"
-    assert _mismatch(loop, prompts, group) < 1e-4
+    assert _mismatch(loop, state, group) < 1e-4
 
 
 def _most_ranks_own_no_row(folder: Path, groups: GroupFactory) -> None:
