@@ -157,6 +157,7 @@ class EnginePool:
             if takes_part:
                 self._run(None, sampling)
             if self.lost is not None:
+                self._wait_until(lambda: store.check(["complete"]))
                 self.complete = store.get("complete") == b"1"
             return None
         if prompts is None:
@@ -178,7 +179,7 @@ class EnginePool:
         if takes_part:
             self._run(feed, sampling)
         num_engines = sum(hello.takes_part for hello in hellos)
-        self._await(question.keep, claims, num_engines)
+        self._wait_until(lambda: claims.lost() >= num_engines or claims.finished() >= question.keep)
         found = feed.answers()
         outcomes = gather(_Outcome(feed.place, feed.stopped, PoolPart.of(feed), self.lost is not None), self._group)
         lost = sum(outcome.lost for outcome in outcomes)
@@ -199,9 +200,9 @@ class EnginePool:
             if feed is not None:
                 feed.give_back()
 
-    def _await(self, keep: int, claims: Claims, num_engines: int) -> None:
-        """Wait until the others are done too; not in a collective, which would take a long wait for a dead rank."""
-        while claims.lost() < num_engines and claims.finished() < keep:
+    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Wait for other leaders; not in a collective, which would take a long wait for a dead rank."""
+        while not is_so():
             self._on_wait()
             time.sleep(POLL_S)
 

@@ -247,6 +247,32 @@ def _even_in_lockstep(engine: NativeEngine, config: RolloutConfig) -> None:
     assert reply.stats.moved > 0  # the plan alone was not even
 
 
+class LostEngine:
+    """Takes rows once and is then lost, on all of its ranks."""
+
+    def run(self, feed: Feed | None, sampling: SamplingConfig) -> None:
+        if feed is not None:
+            feed.take(Load(0, 0))
+        raise EngineLostError("its host was killed")
+
+
+def _all_ranks_of_an_engine_learn_what_came_of_a_call(
+    engine: NativeEngine, config: RolloutConfig, mine: PromptBatch | None, expected: Rollout, sampling: SamplingConfig
+) -> None:
+    rank = dist.get_rank()
+    pool = make_pool(engine if rank < 2 else LostEngine(), config, "one lost", outlives_loss=True)
+    found = pool.generate(mine, sampling)
+    assert (pool.lost is None, pool.complete) == (rank < 2, True)
+    if mine is not None:
+        same(found, expected)
+    pool = make_pool(LostEngine(), config, "all lost", outlives_loss=True)
+    with pytest.raises(EngineLostError, match="all engines are lost"):
+        pool.generate(mine, sampling)
+    assert gathered(pool.complete) == [False] * 4
+    with pytest.raises(EngineLostError, match="its host was killed"):
+        make_pool(LostEngine(), config, "stop").generate(mine, sampling)
+
+
 def two_engines_of_two() -> None:
     """Two engines of two ranks: what an engine's other rank gets is None, and rows are the engine's own to the bit."""
     torch.set_num_threads(1)
@@ -270,3 +296,4 @@ def two_engines_of_two() -> None:
     if leads:
         same(reply.answers.rollout(mine), expected)
         assert 0 < reply.stats.padding_waste < 1
+    _all_ranks_of_an_engine_learn_what_came_of_a_call(engine, config, mine, expected, sampling)
