@@ -6,7 +6,7 @@ throughout: Megatron's as the trainer, the native engine, the weight sync betwee
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -171,6 +171,37 @@ def stops_on_a_breach(folder: Path) -> None:
         with pytest.raises(MismatchError, match=r"step 1: .* cause: weights: 1 of 21 tensors differ"):
             bench.look(rollout, old, sampling, on_breach="stop")
     assert bench.folder.mismatch(1, "txt").exists()
+
+
+def partly_and_wholly_older_tokens(folder: Path) -> None:
+    """A response that was begun by an earlier version goes on: only its new tokens are compared."""
+    torch.set_num_threads(1)
+    bench = Bench("llama", LAYOUTS[2], folder)
+    sampling = SamplingConfig(max_new_tokens=9)
+    for seed in (5, 6):
+        bench.randomise(seed)
+        bench.sync()
+    prompts, owners = bench.prompts(Random(2), 9, 20)
+    rollout = bench.generate(bench.engine, prompts, sampling)
+    old = bench.score(rollout, owners, sampling)
+    begun = torch.arange(9).repeat(len(rollout)) < 4
+    logprobs = rollout.rollout_logprobs.values.where(~begun, -9.0)
+    versions = rollout.policy_versions.values.where(~begun, 1)
+    older = replace(
+        rollout,
+        rollout_logprobs=rollout.rollout_logprobs.like(logprobs),
+        policy_versions=rollout.policy_versions.like(versions),
+    )
+    found = bench.look(older, old, sampling, on_breach="stop")
+    assert (found.breach, found.tokens, found.other_tokens) == (0.0, 9 * 5, 9 * 4)
+    all_older = replace(older, policy_versions=rollout.policy_versions.like(torch.ones_like(versions)))
+    with pytest.raises(MismatchError, match=r"cause: weights: 81 tokens were drawn, none by .* version 2: .* stale"):
+        bench.look(all_older, old, sampling, on_breach="stop")
+    assert bench.named() in (Cause.WEIGHTS.value, "")
+
+
+def test_tokens_of_earlier_weights_are_no_mismatch_unless_there_are_no_others(tmp_path: Path) -> None:
+    run_ranks(PAIR, partly_and_wholly_older_tokens, tmp_path)
 
 
 def test_a_run_that_stops_does_so_on_every_rank_and_says_why(tmp_path: Path) -> None:
