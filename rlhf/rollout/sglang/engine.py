@@ -270,7 +270,9 @@ class SGLangEngine:
     def _start(self, place: Place, log_folder: Path | None) -> None:
         options, rank = self._config.sglang, dist.get_rank() if dist.is_initialized() else 0
         self._folder = Path(tempfile.mkdtemp(prefix=f"rlhf_{os.getpid()}_engine_"))
-        (self._folder / "config.json").write_text(json.dumps(hf_config(self._spec, dtype=place.dtype)))
+        # Requests say what ends them; left out, the family's own default would end them too (2 of every llama).
+        described = hf_config(self._spec, dtype=place.dtype) | {"eos_token_id": None}
+        (self._folder / "config.json").write_text(json.dumps(described))
         threads = max(1, torch.get_num_threads() * self._team.size // self._config.tp)
         changes = ENVIRONMENT | {"TMPDIR": str(self._folder), "OMP_NUM_THREADS": str(threads)}
         changes |= environment_on_one_host(self._folder)
