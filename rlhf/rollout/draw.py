@@ -118,7 +118,8 @@ def _lowest_kept(weights: Tensor, total: Tensor, cuts: Cuts) -> Tensor:
         upto = ranked.double().cumsum_(1)
         last = top_k.clamp(max=width).expand(len(weights)) - 1
         wanted = cuts.top_p * at(upto, last).where(narrow, total)
-        if width == vocab or bool((narrow | (cuts.top_p >= 1.0) | (upto[:, -1] >= wanted)).all()):
+        is_wide = width == vocab or cuts.all_have_top_k or not cuts.any_top_p  # whatever the rows hold
+        if is_wide or bool((narrow | (cuts.top_p >= 1.0) | (upto[:, -1] >= wanted)).all()):
             break
         width = min(vocab, width * 16)
     count = (upto - ranked < wanted.unsqueeze(1)).sum(1)

@@ -23,6 +23,7 @@ from rlhf.reshard.plan import make_plan
 from rlhf.reshard.routes import Routes
 from rlhf.reshard.topology import Fanout, Link, Topology
 from rlhf.reshard.weight_sync import WeightSync
+from rlhf.rollout.native.engine import NativeEngine
 from rlhf.rollout.sglang.engine import SGLangEngine
 from rlhf.rollout.sglang.layout import folded, sglang_layout
 from tests.reshard.toy import filled_params, full_tensors
@@ -31,6 +32,7 @@ from tests.rollout.sglang.listeners import check_private
 
 CPU = torch.device("cpu")
 GREEDY = SamplingConfig(temperature=0.0, max_new_tokens=9)
+SAMPLED = SamplingConfig(temperature=1.2, top_p=0.9, max_new_tokens=9)
 CLOSE = 1e-4
 """Of log-probs: fp32 in another order, and through experts of another kernel."""
 
@@ -110,6 +112,30 @@ class Engine:
             torch.testing.assert_close(found, wanted, atol=CLOSE, rtol=0)
         assert rollout.policy_versions.values.eq(version).all()
 
+    def draws_like_the_native_engine(self, answers: Answers) -> None:
+        """Its ranks draw the same tokens as each other, and as the native engine on one rank."""
+        if not self.is_mine:
+            return
+        leads = dist.get_rank() == self._case.dst.ranks[0]
+        found = self.engine.generate(self._case.prompts if leads else None, SAMPLED)
+        if found is None:
+            return
+        native = NativeEngine(
+            self._case.spec,
+            RolloutConfig(kv_cache_tokens=2048),
+            tp_group=None,
+            cpu_group=None,
+            device=CPU,
+            dtype=torch.float32,
+            run_seed=3,
+            eos_token_ids=(),
+        )
+        for one in native.layout().holdings(0):
+            native.params()[one.param][one.param_box(one.box).slices] = answers.weights[one.tensor][one.box.slices]
+        wanted = native.generate(self._case.prompts, SAMPLED)
+        assert [row.tolist() for row in found.responses.rows()] == [row.tolist() for row in wanted.responses.rows()]
+        torch.testing.assert_close(found.rollout_logprobs.values, wanted.rollout_logprobs.values, atol=CLOSE, rtol=0)
+
 
 def actor_into_engine(case: Case, with_megatron: bool, builds: Iterable[Built]) -> None:
     """All that is checked with one engine."""
@@ -137,6 +163,7 @@ def actor_into_engine(case: Case, with_megatron: bool, builds: Iterable[Built]) 
         assert not with_megatron or 0 < stats.far_bound < stats.moved
         assert 0 < stats.staged_bytes <= sync.certificate.staging_bytes <= 2 * 60000
         engine.check(first, 1)
+        engine.draws_like_the_native_engine(first)
         for one in case.src.holdings(dist.get_rank()) if dist.get_rank() in case.src.ranks else ():
             actor[one.param][one.param_box(one.box).slices] = second.weights[one.tensor][one.box.slices]
         stats = sync.update_weights(actor, engine.params, changed=case.changed)
