@@ -27,7 +27,7 @@ COMMON = {
 """The vocabulary is no multiple of any block, and larger than the tokenizer's; MLPs are what SGLang takes on CPUs."""
 TINY = {
     "llama": (transformers.LlamaConfig, {"tie_word_embeddings": False, "rope_parameters": ROPE_LLAMA3}),
-    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True, "hidden_size": 64}),  # SGLang's has no head_dim
     "qwen3": (transformers.Qwen3Config, {"tie_word_embeddings": False, "num_hidden_layers": 2}),
     "qwen3_moe": (
         transformers.Qwen3MoeConfig,
