@@ -1,6 +1,6 @@
 """Benchmarks: ours against peers and limits that are measured in the same run.
 
-    python tools/bench.py rollout                    native engine against transformers' generate
+    python tools/bench.py rollout                    native against transformers' generate, SGLang against its own
     python tools/bench.py train --only 'train/tiny/*'
     python tools/bench.py reshard --json reshard.json
     python tools/bench.py checkpoint                 save and load against raw writes and reads

@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -43,6 +44,7 @@ class Side:
         self, name: str, command: Sequence[str], *, threads: int, folder: Path, env: Sequence[str] = ()
     ) -> None:
         """Start a command (which calls `serve`) in the repository's root, with its log in `folder`."""
+        began = time.monotonic()
         self.name, self._log = name, folder / f"{name.replace(' ', '_')}.log"
         settings = [f"OMP_NUM_THREADS={threads}", "TOKENIZERS_PARALLELISM=false", "HF_HUB_OFFLINE=1", *env]
         with self._log.open("w", encoding="utf-8") as log:
@@ -62,6 +64,8 @@ class Side:
         except SideError:
             self.close()
             raise
+        self.start_s = time.monotonic() - began
+        """From nothing until it was ready: imports, and loading."""
         self._signal(signal.SIGSTOP)
 
     def ask(self, **request: object) -> dict[str, Any]:

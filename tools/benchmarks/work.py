@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +13,8 @@ from rlhf.families.registry import hf_config, logical_tensors
 from rlhf.families.spec import Head, ModelSpec
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 64
+MOST_RUNNING, KV_TOKENS = 256, 256 * 128
+"""Rows that SGLang's engines have under way, and their tokens: all of the largest batch."""
 
 TINY = ModelSpec(
     family="llama",
@@ -32,6 +34,9 @@ TINY = ModelSpec(
     qk_norm=False,
 )
 """A random Llama of 4.2 million parameters."""
+
+TINY_FOR_SGLANG = replace(TINY, ffn_size=704)
+"""The same with an MLP that SGLang does not pad on CPUs, where it wants a multiple of 32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,24 +102,24 @@ def prompts(work: Work, count: int, *, lengths: Sequence[int] = ()) -> list[list
     return [[17 + next(drawn) % (work.vocab_size - 17) for _ in range(length)] for length in lengths]
 
 
-def make_tiny(folder: Path) -> Path:
-    """Write the tiny model as a Hugging Face folder: token i > 3 is the word ti, weights come from a fixed seed."""
+def make_tiny(folder: Path, spec: ModelSpec = TINY) -> Path:
+    """Write a tiny model as a Hugging Face folder: token i > 3 is the word ti, weights come from a fixed seed."""
     folder.mkdir(parents=True, exist_ok=True)
     ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    (folder / "config.json").write_text(json.dumps({**hf_config(TINY), **ends}), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps({**hf_config(spec), **ends}), encoding="utf-8")
     (folder / "generation_config.json").write_text(json.dumps(ends), encoding="utf-8")
     generator = torch.Generator().manual_seed(0)
     weights = {
         tensor.name: (
             torch.ones(tensor.shape)
             if len(tensor.shape) == 1
-            else torch.randn(tensor.shape, generator=generator) * TINY.init_std
+            else torch.randn(tensor.shape, generator=generator) * spec.init_std
         )
-        for tensor in logical_tensors(TINY, head=Head.LM)
+        for tensor in logical_tensors(spec, head=Head.LM)
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     special = {"pad_token": "<pad>", "bos_token": "<begin>", "eos_token": "<end>", "unk_token": "<unknown>"}
-    vocabulary = [*special.values(), *(f"t{i}" for i in range(len(special), TINY.vocab_size))]
+    vocabulary = [*special.values(), *(f"t{i}" for i in range(len(special), spec.vocab_size))]
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token=special["unk_token"]))
     words.pre_tokenizer, words.decoder = pre_tokenizers.WhitespaceSplit(), decoders.WordPiece(prefix="##")
     words.save(str(folder / "tokenizer.json"))
