@@ -60,6 +60,13 @@ def _step_without_an_engine(folder: Path) -> None:
         assert set(experience.scored.rollout.policy_versions.values.tolist()) == {0}
         assert experience.loss_mask.values.all()
 
+        state, experience, part = loop.step(state)
+        assert part.sync is not None
+        assert (part.sync.left_out, part.sync.differed, part.sync.ratio) == ((), "", 1.0)
+        assert experience.loss_mask.values.all()
+        difference = experience.scored.rollout.rollout_logprobs.values - experience.old_logprobs.values
+        assert difference.abs().max() < 1e-4
+
         with _ruined(loop, 0, 1):
             held_out = loop._evaluate(state)
             assert held_out is not None
@@ -75,13 +82,6 @@ def _step_without_an_engine(folder: Path) -> None:
         assert {result.error for result in experience.scored.results} == {WRONG_WEIGHTS}
         assert not experience.loss_mask.values.any()
         assert all(param.isfinite().all() for param in loop.policy_sync._actor_params().values())
-
-        _, experience, part = loop.step(state)
-        assert part.sync is not None
-        assert (part.sync.left_out, part.sync.differed, part.sync.ratio) == ((), "", 1.0)
-        assert experience.loss_mask.values.all()
-        difference = experience.scored.rollout.rollout_logprobs.values - experience.old_logprobs.values
-        assert difference.abs().max() < 1e-4
 
 
 @pytest.mark.dist
