@@ -59,6 +59,11 @@ def test_a_run_leaves_true_records_and_moves_an_earlier_one_aside(tmp_path: Path
         assert line["kl/ref"] >= 0  # k3
         assert (line["sync/bytes"], line["sync/bytes_over_bound"]) == (0, 1)
         assert line["time/rollout_s/max"] <= line["time/step_s/max"]  # no evaluation in it
+        assert 0 < line["rollout/first_token_p50_s"] <= line["rollout/latency_p50_s"] <= line["rollout/latency_p95_s"]
+        assert line["rollout/latency_p95_s"] <= line["time/rollout/generate_s/max"]
+        assert 0 < line["rollout/utilisation"] <= 1
+        assert line["rollout/decode_tokens_per_s"] > line["rate/rollout_tokens_per_s"] / 2
+        assert 0 <= line["rollout/cache_hits"] < 1
 
     samples = lines(run / "samples.jsonl")
     failed = [sample for sample in samples if int(sample["answer"]) % 2]

@@ -81,6 +81,8 @@ def test_ppo_with_rollouts_of_the_trainers_logprobs_stops_and_goes_on(tmp_path: 
     assert [step["step"] for step in steps] == list(range(1, done + 3))
     assert all(step["mismatch/max"] < 1e-4 for step in steps)  # fp32; one wrong weight costs far more
     assert [step["sync/policy_version"] for step in steps] == list(range(done + 2))
+    assert all(0 < step["rollout/first_token_p50_s"] <= step["rollout/latency_p95_s"] for step in steps)
+    assert all(0 < step["rollout/utilisation"] <= 1 for step in steps)
     assert (job.run_folder / "logs" / "engine_0.log").exists()
     check_nothing_left(job, console)
 
