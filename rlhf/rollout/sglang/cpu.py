@@ -35,7 +35,9 @@ def cpu_args() -> dict[str, Any]:
     return {
         "attention_backend": "torch_native",
         "disable_cuda_graph": True,
-        "mem_fraction_static": 0.05,  # its sizes come from max_total_tokens
+        # Sizes come from max_total_tokens. SGLang does not start when the machine has lost more than this share of its
+        # free memory while weights were loaded, to whomever.
+        "mem_fraction_static": 0.95,
     }
 
 
