@@ -4,17 +4,19 @@ One engine a family and kind: SGLang takes a quarter of a minute to start.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from rlhf.build.generation import Answer, GenerationEngine, SamplingConfig, open_engine
-from rlhf.data.batch import PromptBatch
+from rlhf.data.batch import FinishReason, PromptBatch, Rollout
 from rlhf.data.ragged import Ragged
 from rlhf.data.record import PromptRecord
 from rlhf.errors import DataError, EngineError
 from rlhf.rollout.engine import RolloutEngine
+from rlhf.rollout.feed import FixedRows, Work
+from tests.rollout.feeds import assert_same
 from tests.rollout.parity.models import COMMON, FAMILIES, REAL, Checkpoint, checkpoint
 from tests.rollout.parity.references import chi_square, distribution, greedy, logprobs, shortfalls
 from tests.rollout.sglang.tiny import needs_sglang
@@ -86,6 +88,21 @@ def batch_of(prompts: list[list[int]], samples: int = 1, *, first: int = 0) -> P
     )
 
 
+def strings_in(made: Checkpoint, responses: list[list[int]]) -> list[str]:
+    """Strings that responses hold behind their second token, of one token and then of two."""
+    text_of = made.tokenizer.decode
+    said = [text_of(row[at : at + count]) for count in (1, 2) for row in responses for at in range(2, len(row) - 1)]
+    return list(dict.fromkeys(text for text in said if text.isascii()))[::5]
+
+
+def begun_of(whole: Rollout, kept: torch.Tensor) -> Rollout:
+    """The first `kept` [rows] tokens of each response, as an abort leaves them."""
+    within = torch.cat([torch.arange(count) < keep for count, keep in zip(whole.responses.lengths, kept, strict=True)])
+    names = ("responses", "rollout_logprobs", "provenance", "policy_versions")
+    cut = {name: Ragged(getattr(whole, name).values[within], kept) for name in names}
+    return replace(whole, finish_reasons=torch.full_like(whole.finish_reasons, FinishReason.ABORT), **cut)
+
+
 def cut_at(tokens: list[int], ends: list[int]) -> list[int]:
     """A response up to and with the first token that ends it."""
     found = [at for at, token in enumerate(tokens) if token in ends]
@@ -140,8 +157,8 @@ def test_drawn_tokens_pass_a_chi_square_test_against_the_exact_distribution(side
 
 
 @sides("llama")
-def test_each_row_of_a_batch_is_drawn_by_its_own_settings(side: Side) -> None:
-    """Rows of several submissions run together in SGLang."""
+def test_each_row_is_drawn_by_its_own_settings(side: Side) -> None:
+    """Several submissions, one answer."""
     made, engine = side.checkpoint, side.rollouts
     prompt = prompts_of(made)[2]
     settings = [SamplingConfig(max_new_tokens=1, **cut) for cut in CUTS.values()]
@@ -200,14 +217,28 @@ def test_a_response_ends_with_the_token_that_completes_a_string(side: Side, temp
     batch = batch_of(prompts_of(side.checkpoint), 4)
     free = SamplingConfig(temperature=temperature, max_new_tokens=24)
     whole = [row.tolist() for row in side.rollouts.generate(batch, free).responses.rows()]
-    said = [text_of(row[at : at + count]) for count in (1, 2) for row in whole for at in range(2, len(row) - 1)]
-    stop = (*list(dict.fromkeys(text for text in said if text.isascii()))[::5][:4], "is in no response")
+    stop = (*strings_in(side.checkpoint, whole)[:4], "is in no response")
     asked = SamplingConfig(temperature=temperature, max_new_tokens=24, stop=stop)
     rollout = side.rollouts.generate(batch, asked)
     for row, found in zip(whole, rollout.responses.rows(), strict=True):
         ends = [n for n in range(1, len(row) + 1) if any(one in text_of(row[:n]) for one in stop)]
         assert found.tolist() == row[: min(ends, default=len(row))]
     assert rollout.responses.lengths.unique().numel() > 1
+
+
+@sides("llama")
+def test_a_response_that_was_begun_goes_on_as_if_it_had_never_been_cut(side: Side) -> None:
+    batch = batch_of(prompts_of(side.checkpoint), 4)
+    free = SamplingConfig(temperature=1.2, top_p=0.97, max_new_tokens=24)
+    said = [row.tolist() for row in side.rollouts.generate(batch, free).responses.rows()]
+    sampling = replace(free, stop=tuple(strings_in(side.checkpoint, said)[-3:]))  # of two tokens each
+    whole = side.rollouts.generate(batch, sampling)
+    assert whole.finish_reasons.unique().numel() == 2
+    lengths = whole.responses.lengths
+    kept = torch.where(torch.arange(len(lengths)) % 2 == 0, lengths - 1, lengths // 2)  # a cut inside of strings too
+    feed = FixedRows([Work(batch, begun=begun_of(whole, kept))])
+    side.rollouts.run(feed, sampling)
+    assert_same(feed.ordered(), whole, atol=CLOSE["atol"])
 
 
 @sides("llama")
@@ -244,7 +275,7 @@ def test_a_thousand_requests_of_mixed_lengths_are_all_answered_and_none_mixed_up
     lengths = torch.randint(1, 60, (REQUESTS,), generator=generator).tolist()
     prompts = [torch.randint(0, 300, (n,), generator=generator).tolist() for n in lengths]
     prompts[500:520] = [[*prompt[:-1], at] for at, prompt in enumerate(prompts[480:500])]  # cached but for the end
-    for at, count in enumerate(COUNTS):  # rows of all counts run together
+    for at, count in enumerate(COUNTS):
         sampling = SamplingConfig(temperature=0.0, max_new_tokens=count, ignore_eos=True)
         engine.submit(batch_of(prompts[at :: len(COUNTS)], first=at * REQUESTS), sampling)
     rollout = engine.collect()
