@@ -5,11 +5,10 @@ from pathlib import Path
 import torch
 from torch.distributed import ProcessGroup
 
-from rlhf.build.engine_factories import engine_factory
+from rlhf.build.engine_factories import check_tail, engine_factory
 from rlhf.build.roles import spec_of_role
 from rlhf.config.run import PPORunConfig
 from rlhf.data.tokenizer import TextOf
-from rlhf.errors import ConfigError
 from rlhf.families.registry import read_spec
 from rlhf.families.spec import Head
 from rlhf.mcore.layout import megatron_layout
@@ -34,15 +33,10 @@ def make_engine(
     rollout, factory = config.rollout, site.ranks.groups
     sets = rollout.engines
     tp_group, cpu_group = factory.device_group(sets), factory.cpu_group(sets)
-    make = engine_factory(rollout.engine)
-    if rollout.tail == "continue" and not getattr(make, "continues", False):
-        raise ConfigError(
-            f"rollout.tail: continue given, but {rollout.engine} does not say that its engines go on with responses "
-            "that were begun; needs a factory with continues = True; set rollout.tail=drop, or teach the engine"
-        )
+    check_tail(rollout)
     if site.ranks.rank not in rollout.ranks:
         return None
-    return make(
+    return engine_factory(rollout.engine)(
         read_spec(folder),
         rollout,
         tp_group=tp_group if rollout.tp > 1 else None,
