@@ -20,7 +20,7 @@ class SamplingConfig:
     temperature: float = 1.0
     """Divides the logits; 0 takes the most likely token."""
     top_p: float = 1.0
-    """Keeps the smallest set of tokens with at least this probability; 1 keeps all."""
+    """Keeps the smallest set of tokens with at least this share of what top_k leaves; 1 keeps all."""
     top_k: int = 0
     """Keeps the k most likely tokens; 0 keeps all."""
     min_p: float = 0.0

@@ -164,6 +164,11 @@ def argument_name(text: str) -> str:
     return text.partition("=")[0]
 
 
+def is_taken(name: str) -> bool:
+    """Whether an argument may be among `extra_args` at all, or has a setting of its own."""
+    return not (_SET_BY_US.fullmatch(name) or _REPACKS.search(name) or name.startswith("speculative_"))
+
+
 def refuse_repacking(where: str, name: str, value: object) -> None:
     """Refuse an option that makes an engine lay out its weights in another way than it was told."""
     if found := _REPACKS.search(f"{name}={value}"):

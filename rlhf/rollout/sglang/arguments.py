@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlhf.config.checks import refuse
 from rlhf.config.nearest import unknown_key
-from rlhf.config.sglang import SGLangConfig, argument_name
+from rlhf.config.sglang import SGLangConfig, argument_name, is_taken
 
 _FIELDS = Path("srt") / "arg_groups" / "field_order.py"
 """In SGLang's package: the names of all fields of its ServerArgs, as one tuple."""
@@ -22,7 +22,7 @@ def check_names(options: SGLangConfig) -> None:
         name = argument_name(text)
         if known and name not in known:
             where = "rollout.sglang.extra_args"
-            refuse(unknown_key(f"{where}.{name}", [f"{where}.{one}" for one in sorted(known)]))
+            refuse(unknown_key(f"{where}.{name}", [f"{where}.{one}" for one in sorted(known) if is_taken(one)]))
 
 
 def known_arguments(python: str = "") -> frozenset[str]:

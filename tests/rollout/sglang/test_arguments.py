@@ -15,7 +15,7 @@ def python(tmp_path: Path) -> str:
     """An interpreter in whose environment an SGLang of four arguments lies."""
     package = tmp_path / "lib" / "python3.99" / "site-packages" / "sglang" / "srt" / "arg_groups"
     package.mkdir(parents=True)
-    names = ("page_size", "max_prefill_tokens", "radix_eviction_policy", "enable_metrics")
+    names = ("page_size", "max_prefill_tokens", "quantize_prefill_tokens", "enable_metrics")
     (package / "field_order.py").write_text(f'"""Order."""\n\nPOSITIONAL_FIELD_ORDER = {names!r}\n')
     program = tmp_path / "bin" / "python"
     program.parent.mkdir()
@@ -28,7 +28,7 @@ def test_an_unknown_argument_is_refused_with_the_nearest_one(python: str) -> Non
     check_names(SGLangConfig(python=python, extra_args=("page_size=16", "enable_metrics=true")))
     with pytest.raises(
         ConfigError,
-        match=r"extra_args\.max_prefil_tokens: unknown key; the nearest valid key is .*extra_args\.max_prefill_tokens",
+        match=r"max_prefil_tokens: unknown key; the nearest valid key is .*extra_args\.max_prefill_tokens; use",
     ):
         check_names(SGLangConfig(python=python, extra_args=("page_size=16", "max_prefil_tokens=9")))
 
