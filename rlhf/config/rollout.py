@@ -9,6 +9,9 @@ from rlhf.config.sglang import SGLangConfig
 BUILT_IN = ("native", "sglang")
 """Engines of this package."""
 
+SLEEPS = ("kv", "all", "none")
+ON_LOSS = ("stop", "replace")
+
 MIN_TEMPERATURE = 1e-3
 """Below it float32's rounding of logits, divided by the temperature, is no longer small beside a log-prob."""
 
@@ -91,6 +94,15 @@ class RolloutConfig:
     that sampled it)."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Of training rollouts."""
+    sleep: str = "kv"
+    """What an engine gives back while models train: kv (keys and values), all (its weights too, which then come whole
+    at each sync, also before an evaluation) or none. Where actor and engines share GPUs that are full, take all; where
+    engines have a pool of their own, none."""
+    on_loss: str = "stop"
+    """What becomes of an engine of which a process died, was stopped or hangs: stop (the job ends with 3) or replace
+    (it is started anew, gets the current weights, and its rows are answered all the same)."""
+    max_losses: int = 3
+    """Engines replaced in one start of the job; one more ends it."""
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
     """Of the engine sglang alone."""
 
@@ -98,6 +110,9 @@ class RolloutConfig:
         for name in ("tp", "dp", "max_running", "kv_cache_tokens"):
             at_least(f"rollout.{name}", getattr(self, name), 1)
         at_least("rollout.first_rank", self.first_rank, 0)
+        one_of("rollout.sleep", self.sleep, SLEEPS)
+        one_of("rollout.on_loss", self.on_loss, ON_LOSS)
+        at_least("rollout.max_losses", self.max_losses, 1)
         if at_least("rollout.stride", self.stride, 1) and self.dp % self.stride:
             refuse(
                 f"rollout.stride: {self.stride} given, but rollout.dp = {self.dp}; needs a divisor, since so many "

@@ -21,6 +21,10 @@ class Endpoint(Protocol):
     def needs_complete(self) -> bool:
         """It may have lost the weights of earlier transfers."""
 
+    @property
+    def is_lost(self) -> bool:
+        """What comes in goes nowhere."""
+
     def begin(self, route: Route) -> None:
         """The transfer starts."""
 
@@ -38,6 +42,7 @@ class InPlace:
     """An `Endpoint`: parameters of this process; none on a rank outside the destination's pool."""
 
     needs_complete = False
+    is_lost = False
 
     def __init__(self, routes: Routes, rank: int, params: Mapping[str, Tensor]) -> None:
         self._routes, self._held = routes, routes.plan.dst_index.of_rank(rank)
@@ -77,6 +82,11 @@ class Behind:
     def needs_complete(self) -> bool:
         """See `Endpoint.needs_complete`."""
         return self._sink.needs_complete
+
+    @property
+    def is_lost(self) -> bool:
+        """See `Endpoint.is_lost`."""
+        return self._sink.is_lost
 
     def begin(self, route: Route) -> None:
         """See `Endpoint.begin`."""

@@ -267,12 +267,22 @@ class _Way:
             with self._span("sum weights"):
                 # What was not sent is compared too: it shows a tensor that changed against the caller's word.
                 sums = NO_SUMS if turn is None else self._comparison.sums(src, dst.sums, turn)
-            rows = self._numbers.gather([*share, *sums.differences], "all done")
+            rows = self._numbers.gather([*share, *sums.differences, dst.is_lost], "all done")
+            self._check_none_lost([row.pop() for row in rows])
             totals = [sum(column) for column in zip(*(row[len(share) :] for row in rows), strict=True)]
             found = self._comparison.search(sums, totals, src, dst.sums)
             return [RankShare.of_row(row[: len(share)]) for row in rows], found
         finally:
             dst.end()
+
+    def _check_none_lost(self, flags: Sequence[int]) -> None:
+        """Raise WeightSyncError on all ranks where a destination was lost on the way; the others went on to here."""
+        lost = [rank for rank, flag in zip(self._plan.ranks, flags, strict=True) if flag]
+        if lost:
+            raise WeightSyncError(
+                f"reshard: the engine of rank {lost[0]} was lost while weights came, so no engine has them for sure; "
+                "needs a complete transfer once it has been replaced; see the engine's log"
+            )
 
     def _begin(self, route: Route, dst: Endpoint) -> None:
         """Every process behind a sink takes what will come, or all ranks raise. Collective."""

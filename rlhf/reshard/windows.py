@@ -64,11 +64,16 @@ class WindowSink(Protocol):
     """One destination rank's door to the process that holds its parameters. Made for one layout; used for many syncs.
 
     Calls block only for that process, never for another rank. Each raises WeightSyncError when that process refuses,
-    EngineError when it is gone.
+    and when it is gone EngineLostError; a sink may also go along to the end without it, and say `is_lost`.
     """
 
-    needs_complete: bool
-    """The other process does not hold the weights of an earlier transfer: the next one must bring all."""
+    @property
+    def is_lost(self) -> bool:
+        """The other process is gone, and what came into the windows is lost."""
+
+    @property
+    def needs_complete(self) -> bool:
+        """The other process does not hold the weights of an earlier transfer: the next one must bring all."""
 
     def begin(self, manifest: Manifest, dtype: str) -> None:
         """A transfer of elements of this dtype starts: the other process compares the manifest with what it holds."""

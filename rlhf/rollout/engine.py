@@ -77,12 +77,34 @@ class RolloutEngine(Protocol):
         """The weights in `params` were replaced and have this version from now on."""
         ...
 
-    def sleep(self) -> None:
-        """Give back the memory of keys and values; weights stay."""
+    def sleep(self, *, weights: bool = False) -> int:
+        """Give back the memory of keys and values, and of the weights if asked; what sleeps already stays asleep.
+
+        Returns the bytes given back: on each rank those of its own tensors, or on the leader all that the engine's
+        processes use less. Weights are lost: before the next answer `wake_weights` and a complete update must come.
+
+        Raises:
+            EngineError: Rows are running. On all ranks.
+        """
+        ...
+
+    def wake_weights(self) -> None:
+        """Take the memory of the weights again; they are zeros until they are updated. Before the update."""
         ...
 
     def wake(self) -> None:
-        """Take the memory of keys and values again. An engine is made awake."""
+        """Take the memory of keys and values again. After the update; an engine is made awake."""
+        ...
+
+    def check(self) -> None:
+        """Raise EngineLostError, on all ranks, where one of them lost the engine in an update that raised elsewhere."""
+        ...
+
+    def restart(self) -> None:
+        """After an EngineLostError: end what is left of it and start it anew, awake, without weights and without rows.
+
+        On all ranks of the engine, each on its main thread. Engines that cannot be lost do nothing.
+        """
         ...
 
     def close(self) -> None:

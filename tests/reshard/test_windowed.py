@@ -72,6 +72,7 @@ class Sink:
     """Loads a window when the next one is asked for its region, and spoils the region before it is used again."""
 
     needs_complete = True
+    is_lost = False
 
     def __init__(self, windows: Sequence[Window], shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._shapes = shapes

@@ -1,5 +1,6 @@
 """A weight sync over gloo into another process's parameters, without SGLang: each scheduler is a thread of its rank."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import pytest
@@ -7,11 +8,13 @@ import torch
 import torch.distributed as dist
 
 from rlhf.dist.groups import GroupFactory
-from rlhf.errors import LayoutError, WeightSyncError
+from rlhf.errors import EngineLostError, LayoutError, WeightSyncError
 from rlhf.families.spec import ModelSpec
 from rlhf.reshard.layout import ModelLayout
 from rlhf.reshard.topology import Fanout, Link, Topology
 from rlhf.reshard.weight_sync import WeightSync
+from rlhf.rollout.sglang import loader
+from rlhf.rollout.sglang.lasting import LastingSink
 from rlhf.rollout.sglang.layout import Sizes, padding_elements, sglang_layout
 from rlhf.rollout.sglang.sink import SchedulerSink
 from tests.harness.ranks import run_ranks
@@ -55,6 +58,7 @@ def into_engines(spec: ModelSpec, src: ModelLayout, layouts: list[ModelLayout]) 
             syncs(spec, src, dst, sync, far)
         if group is not None:
             refusals(spec, src, dst, sync)
+            losses(spec, src, dst, sync)
 
 
 def sink_of(spec: ModelSpec, dst: ModelLayout, model: torch.nn.Module) -> SchedulerSink:
@@ -120,3 +124,38 @@ def refusals(spec: ModelSpec, src: ModelLayout, dst: ModelLayout, sync: WeightSy
         check_holds(model, dst.holdings(rank), full, padding)
     with pytest.raises((LayoutError, WeightSyncError), match=r"needs a WindowSink|refuses its parameters"):
         sync.update_weights(params, {})
+
+
+def losses(spec: ModelSpec, src: ModelLayout, dst: ModelLayout, sync: WeightSync) -> None:
+    """An engine that is lost in the middle of a sync: nobody waits for it, all raise; a new one gets everything."""
+    rank, victim = dist.get_rank(), dst.ranks[-1]
+    model = model_of(spec, SIZES)
+    full = full_tensors(src.tensors)
+    params = filled_params(src, rank, full)
+    into = LastingSink(sink_of(spec, dst, model)) if rank in dst.ranks else {}
+    sync.update_weights(params, into)
+    load = loader._Transfer.load
+
+    def die(self: loader._Transfer, number: int, regions: Sequence[torch.Tensor]) -> None:
+        if number == 1:
+            model.rlhf_loading._channel.close()
+        load(self, number, regions)
+
+    if rank == victim:
+        loader._Transfer.load = die
+    with pytest.raises(WeightSyncError, match=rf"engine of rank {victim} was lost"):
+        sync.update_weights(params, into)
+    loader._Transfer.load = load
+    with pytest.raises(WeightSyncError, match=rf"engine of rank {victim} was lost"):  # it is not asked again
+        sync.update_weights(params, into)
+    if rank == victim:
+        assert into.is_lost
+        assert isinstance(into.cause, EngineLostError)
+        model = model_of(spec, SIZES)
+        into = LastingSink(sink_of(spec, dst, model))
+    stats = sync.update_weights(params, into, changed=())
+    assert stats.moved == stats.bound
+    if rank in dst.ranks:
+        assert not into.is_lost
+        padding = sum(padding_elements(spec, SIZES, (rank - dst.ranks[0]) % 2).values())
+        check_holds(model, dst.holdings(rank), full, padding)

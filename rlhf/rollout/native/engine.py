@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -21,6 +22,7 @@ from rlhf.rollout.native.kv_cache import KvCache
 from rlhf.rollout.native.layout import native_layout
 from rlhf.rollout.native.model import NativeModel
 from rlhf.rollout.native.peers import Peers
+from rlhf.rollout.native.weight_memory import WeightMemory
 from rlhf.rollout.performance import PerformanceMonitor
 from rlhf.rollout.stopping import Decode
 from rlhf.rollout.submissions import Submissions, collect
@@ -60,6 +62,8 @@ class NativeEngine:
         self._policy_version = 0
         self._submitted: Submissions = []
         self._cache: KvCache | None = None
+        self._weights: WeightMemory | None = None
+        self._runs = False
         self.wake()
 
     def run(self, feed: Feed | None, sampling: SamplingConfig) -> None:
@@ -77,7 +81,11 @@ class NativeEngine:
             max_running=self._config.max_running,
         )
         ledger = self._ledger(sampling) if self._peers.is_leader else None
-        decoder.run(Intake(self._peers, feed, ledger, self._on_progress))
+        self._runs = True
+        try:
+            decoder.run(Intake(self._peers, feed, ledger, self._on_progress))
+        finally:
+            self._runs = False
 
     def submit(self, prompts: PromptBatch | None, sampling: SamplingConfig, *, attempt: int = 0) -> None:
         """See `RolloutEngine.submit`."""
@@ -123,13 +131,28 @@ class NativeEngine:
 
     def weights_updated(self, policy_version: int) -> None:
         """See `RolloutEngine.weights_updated`."""
-        self._policy_version = policy_version
         self._model.unpack()
+        if self._weights is not None:
+            self._weights.check_written()
+        self._policy_version = policy_version
 
-    def sleep(self) -> None:
-        """See `RolloutEngine.sleep`."""
+    def sleep(self, *, weights: bool = False) -> int:
+        """See `RolloutEngine.sleep`; of this rank's tensors, so on each rank, by their sizes."""
+        if self._runs:
+            raise EngineError("native engine: rows are running; needs their memory; sleep once run() has returned")
+        given = 0 if self._cache is None else self._cache.num_bytes
         self._cache = None
         self._model.unpack()
+        if weights and self._weights is None:
+            layout = self.layout()
+            rank = dist.get_rank() if dist.is_initialized() else layout.ranks[0]
+            self._weights = WeightMemory(self._model.params, layout.holdings(rank))
+        return given + (self._weights.give_back() if weights and self._weights else 0)
+
+    def wake_weights(self) -> None:
+        """See `RolloutEngine.wake_weights`."""
+        if self._weights is not None:
+            self._weights.take_again()
 
     def wake(self) -> None:
         """See `RolloutEngine.wake`."""
@@ -143,12 +166,20 @@ class NativeEngine:
                 device=self._model.device,
             )
 
+    def check(self) -> None:
+        """See `RolloutEngine.check`."""
+
+    def restart(self) -> None:
+        """See `RolloutEngine.restart`: it lives in its rank, and is lost with it."""
+
     def close(self) -> None:
         """See `RolloutEngine.close`."""
         self.sleep()
         self._model.params.clear()
 
     def _check_awake(self) -> KvCache:
+        if self._weights is not None and not self._weights.holds_all:
+            raise EngineError("native engine: its weights were given back; needs a complete update to generate")
         if self._cache is None:
             raise EngineError(
                 "native engine: asleep; needs the memory of keys and values to generate; call wake() first"

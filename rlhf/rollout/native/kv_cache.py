@@ -28,6 +28,7 @@ class KvCache:
         self._memory: list[Tensor] = [
             torch.zeros(2 * tokens * kv_heads * head_dim, dtype=dtype, device=device) for _ in range(num_layers)
         ]
+        self.num_bytes = sum(memory.nbytes for memory in self._memory)
         self._layers: list[Tensor] = []
         self.num_slots = self.slot_tokens = 0
 

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from rlhf.errors import EngineError
+from rlhf.errors import EngineError, EngineLostError
 
 _LENGTH = struct.Struct("<Q")
 _CREDENTIALS = struct.Struct("3i")
@@ -24,7 +24,7 @@ class Channel:
     """One end of a connection; calls block.
 
     Raises:
-        EngineError: The other end is gone.
+        EngineLostError: The other end is gone.
     """
 
     def __init__(self, connected: socket.socket, *, peer: str) -> None:
@@ -79,8 +79,13 @@ class Channel:
             at += got
         return into
 
-    def _gone(self) -> EngineError:
-        return EngineError(f"weight update: {self._peer} is gone; needs both ends alive; see its log")
+    @property
+    def pid(self) -> int:
+        """Of the process that was at the other end when they met."""
+        return _credentials(self._socket)[0]
+
+    def _gone(self) -> EngineLostError:
+        return EngineLostError(f"weight update: {self._peer} is gone; needs both ends alive; see its log")
 
 
 class Door:
@@ -97,7 +102,7 @@ class Door:
         """The channel to the peer that knocks.
 
         Raises:
-            EngineError: Nobody does within the limit. What `while_waiting`, called a few times a second, raises.
+            EngineLostError: Nobody does within the limit. What `while_waiting`, called a few times a second, raises.
         """
         self._socket.settimeout(_SLICE_S)
         until = time.monotonic() + limit_s
@@ -107,11 +112,11 @@ class Door:
                 connected, _ = self._socket.accept()
             except TimeoutError:
                 continue
-            if _user_of(connected) == os.getuid():
+            if _credentials(connected)[1] == os.getuid():
                 connected.settimeout(None)
                 return Channel(connected, peer=peer)
             connected.close()
-        raise EngineError(f"weight update: {peer} did not connect within {limit_s:g} s; see the log of its engine")
+        raise EngineLostError(f"weight update: {peer} did not connect within {limit_s:g} s; see the log of its engine")
 
     def close(self) -> None:
         """Nobody can knock any more; the open channel stays."""
@@ -133,6 +138,7 @@ def knock(name: str, *, peer: str) -> Channel:
     return Channel(connected, peer=peer)
 
 
-def _user_of(connected: socket.socket) -> int:
-    raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(raw)[1])
+def _credentials(connected: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end."""
+    pid, user, _ = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, user

@@ -26,8 +26,10 @@ from rlhf.rollout.feed import Feed, Work
 from rlhf.rollout.ledger import Ledger
 from rlhf.rollout.performance import PerformanceMonitor
 from rlhf.rollout.sglang.cpu import cpu_environment
+from rlhf.rollout.sglang.lasting import LastingSink
 from rlhf.rollout.sglang.layout import Sizes, sglang_layout
 from rlhf.rollout.sglang.meeting import environment_on_one_host
+from rlhf.rollout.sglang.memory import KV_CACHE, WEIGHTS, used_bytes
 from rlhf.rollout.sglang.process import HostPort, HostProcess
 from rlhf.rollout.sglang.run import Run
 from rlhf.rollout.sglang.server_args import ENVIRONMENT, NO_VERSION, Place, server_args
@@ -84,20 +86,23 @@ class SGLangEngine:
         if cpu_group is not None and self._team.size != config.tp:
             raise EngineError(f"{WHERE}: cpu_group has {self._team.size} ranks, but rollout.tp = {config.tp}")
         self._submitted: Submissions = []
-        self._version, self._awake = NO_VERSION, True
+        self._version, self._awake, self._lost_weights = NO_VERSION, True, False
+        self._device, self._runs = device, False
         self._folder: Path | None = None
         self._host: HostProcess | None = None
         self._sinks: tuple[SchedulerSink, ...] = ()
+        self._lasting: LastingSink | None = None
         self._port: HostPort | None = None
         place = Place(device.type, *self._team.gpus(device), _DTYPE_NAMES[dtype])
-        try:
+
+        def start() -> None:
             self._team.together(lambda: self._start(place, log_folder))
             self._sinks = self._open_sinks(cpu_group, device)
-            check_models(self._sinks)
+            self._team.all(lambda: check_models(self._sinks))
             self._end_update(NO_VERSION)
-        except BaseException:
-            self.close()
-            raise
+
+        self._start_all = start
+        self.restart()
 
     # Sampling
 
@@ -109,7 +114,11 @@ class SGLangEngine:
                 update's. On all ranks.
         """
         self._check_awake()
-        self._team.together(lambda: self._run(feed, sampling))
+        self._runs = True
+        try:
+            self._team.together(lambda: self._run(feed, sampling))
+        finally:
+            self._runs = False
 
     def submit(self, prompts: PromptBatch | None, sampling: SamplingConfig, *, attempt: int = 0) -> None:
         """See `RolloutEngine.submit`."""
@@ -156,10 +165,16 @@ class SGLangEngine:
         """See `RolloutEngine.layout`."""
         return self.layout_of(self._spec, self._config, dtype=_DTYPE_NAMES[self._dtype])
 
-    def params(self) -> SchedulerSink:
-        """See `RolloutEngine.params`: the weights are in SGLang's processes, and come in through this rank's sink."""
+    def params(self) -> SchedulerSink | LastingSink:
+        """See `RolloutEngine.params`: the weights are in SGLang's processes, and come in through this rank's sink.
+
+        With `rollout.on_loss=replace` a transfer goes through even when the engine is lost on the way.
+        """
         assert len(self._sinks) == 1, "a rank that speaks for all of the engine's has several: sinks()"
-        return self._sinks[0]
+        if self._config.on_loss == "stop":
+            return self._sinks[0]
+        self._lasting = LastingSink(self._sinks[0])
+        return self._lasting
 
     def sinks(self) -> tuple[SchedulerSink, ...]:
         """As `params`, the sinks of all tp ranks that this process speaks for: its own, or all where it is alone."""
@@ -175,15 +190,55 @@ class SGLangEngine:
 
     # Life
 
-    def sleep(self) -> None:
-        """See `RolloutEngine.sleep`. On CPUs SGLang keeps the memory; the cache is emptied."""
-        self._team.together(lambda: self._alive.call("release_memory", ("kv_cache",)) if self._awake else None)
+    def sleep(self, *, weights: bool = False) -> int:
+        """See `RolloutEngine.sleep`; on GPUs by SGLang, on CPUs by errands of `memory.py`."""
+        if self._runs:
+            raise EngineError(f"{WHERE}: rows are running; needs their memory; sleep once run() has returned")
+        gives = (KV_CACHE,) * self._awake + (WEIGHTS,) * (weights and not self._lost_weights)
+        freed = self._team.together(lambda: self._give_back(gives)) if gives else 0
         self._awake = False
+        if WEIGHTS in gives:
+            for sink in self._sinks:
+                sink.forget()
+            self._lost_weights, self._version = True, NO_VERSION
+        return freed or 0
+
+    def wake_weights(self) -> None:
+        """See `RolloutEngine.wake_weights`."""
+        if self._lost_weights:
+            self._team.together(lambda: self._alive.call("retake_memory", (WEIGHTS,)))
+        self._lost_weights = False
 
     def wake(self) -> None:
         """See `RolloutEngine.wake`."""
-        self._team.together(lambda: None if self._awake else self._alive.call("retake_memory", ("kv_cache",)))
+        if not self._awake:
+            self._team.together(lambda: self._alive.call("retake_memory", (KV_CACHE,)))
         self._awake = True
+
+    def check(self) -> None:
+        """See `RolloutEngine.check`."""
+
+        def raise_cause() -> None:
+            if self._lasting is not None and self._lasting.cause is not None:
+                raise self._lasting.cause
+
+        self._team.all(raise_cause)
+
+    def restart(self) -> None:
+        """See `RolloutEngine.restart`: new processes, which have random weights; on the main thread.
+
+        Raises:
+            EngineError: The engine did not start (with the end of its log). On all ranks; nothing of it is left.
+            EngineLostError: One of its processes died or was stopped meanwhile, or it was not ready in time.
+        """
+        self.close()
+        self._submitted, self._lasting = [], None
+        self._version, self._awake, self._lost_weights = NO_VERSION, True, False
+        try:
+            self._start_all()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """See `RolloutEngine.close`; ends the engine's processes and no others. Not collective; idempotent."""
@@ -193,6 +248,11 @@ class SGLangEngine:
             self._host.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _give_back(self, tags: tuple[str, ...]) -> int:
+        before = used_bytes(self._device, self._alive.pids)
+        self._alive.call("release_memory", tags)
+        return max(0, before - used_bytes(self._device, self._alive.pids))
 
     @property
     def host_pid(self) -> int:
@@ -274,7 +334,7 @@ class SGLangEngine:
         described = hf_config(self._spec, dtype=place.dtype) | {"eos_token_id": None}
         (self._folder / "config.json").write_text(json.dumps(described))
         threads = max(1, torch.get_num_threads() * self._team.size // self._config.tp)
-        changes = ENVIRONMENT | {"TMPDIR": str(self._folder), "OMP_NUM_THREADS": str(threads)}
+        changes = ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
         changes |= environment_on_one_host(self._folder)
         if place.device == "cpu":
             cores = sorted(os.sched_getaffinity(0))
@@ -291,6 +351,7 @@ class SGLangEngine:
             ),
             python=options.python,
             environment=environment_of_no_rank(**changes),
+            folder=self._folder,
             log_path=(log_folder or self._folder) / f"engine_{rank}.log",
             start_limit_s=options.start_limit_s,
             reply_limit_s=options.reply_limit_s,

@@ -15,8 +15,10 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rlhf.rollout.sglang.board import HOST, Pulse, watch_children
 from rlhf.rollout.sglang.cpu import install_cpu_shim
 from rlhf.rollout.sglang.inside import LOADER, RPC, Entry, packed_errand, run_detokenizer, run_scheduler
+from rlhf.rollout.sglang.memory import GiveBack, TakeAgain
 from rlhf.rollout.sglang.parent import die_with_parent
 from rlhf.rollout.sglang.requests import Requests
 from rlhf.rollout.sglang.wire import (
@@ -25,6 +27,7 @@ from rlhf.rollout.sglang.wire import (
     Outcome,
     Reply,
     Request,
+    SchedulerErrand,
     take_outcomes,
 )
 
@@ -39,6 +42,8 @@ def main(fd: int) -> None:
     channel = Connection(fd)
     order: Order = channel.recv()
     die_with_parent(order.parent)
+    pulse = Pulse(HOST)
+    watch_children()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's to handle
     try:
         engine = start_engine(order)
@@ -51,7 +56,7 @@ def main(fd: int) -> None:
     engine.loop.run_until_complete(engine.tokenizer_manager.freeze_gc())
     host = Host(engine, channel, tp_size=order.server_args["tp_size"], cpu=order.cpu)
     channel.send(Reply(0))
-    engine.loop.run_until_complete(host.serve())
+    engine.loop.run_until_complete(host.serve(pulse))
 
 
 def start_engine(order: Order) -> Any:
@@ -104,12 +109,12 @@ class Host:
             "retake_memory": self._retake_memory,
         }
 
-    async def serve(self) -> None:
+    async def serve(self, pulse: Pulse) -> None:
         """Until the leader rank closes the socket or dies."""
         inbox: asyncio.Queue[Request | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._read, args=(loop, inbox), name="rlhf-requests", daemon=True).start()
-        tasks = set()
+        tasks: set[asyncio.Task[None]] = {asyncio.create_task(pulse.keep_beating())}
         while (request := await inbox.get()) is not None:
             tasks.add(task := asyncio.create_task(self._answer(request)))
             task.add_done_callback(tasks.discard)
@@ -189,7 +194,7 @@ class Host:
             await self._resume()
         self._updating = False
 
-    async def _ask_schedulers(self, errand: Errand) -> list[Any]:
+    async def _ask_schedulers(self, errand: Errand | SchedulerErrand) -> list[Any]:
         """Run one errand on every scheduler, outside of an update; their values by tp rank."""
         call = partial(self._engine.collective_rpc, RPC, payload=pickle.dumps(errand).hex())
         await asyncio.get_running_loop().run_in_executor(None, call)  # the loop must hear of a scheduler that dies
@@ -197,19 +202,22 @@ class Host:
 
     # Memory
 
-    async def _release_memory(self, tags: Sequence[str]) -> None:
-        """On CPUs SGLang keeps all of it; the cache is emptied. Elsewhere a scheduler that is not idle would crash."""
+    async def _release_memory(self, tags: tuple[str, ...]) -> None:
+        """Keys and values are forgotten; refused while requests are at work, which SGLang's schedulers would die of."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput  # noqa: PLC0415
 
         await self._flush()
         if self._cpu:
-            return
-        await self._tokenizer.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=list(tags)), None)
+            await self._ask_schedulers(GiveBack(tags))
+        else:
+            await self._tokenizer.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=list(tags)), None)
 
-    async def _retake_memory(self, tags: Sequence[str]) -> None:
+    async def _retake_memory(self, tags: tuple[str, ...]) -> None:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput  # noqa: PLC0415
 
-        if not self._cpu:
+        if self._cpu:
+            await self._ask_schedulers(TakeAgain(tags))
+        else:
             await self._tokenizer.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=list(tags)), None)
 
 

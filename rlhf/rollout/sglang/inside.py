@@ -3,7 +3,9 @@
 SGLang's engine spawns its children through `Entry`, so that the shim for CPUs is in place before SGLang is.
 """
 
+import os
 import pickle
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf.rollout.sglang.board import Pulse, write_end
 from rlhf.rollout.sglang.cpu import install_cpu_shim
 from rlhf.rollout.sglang.parent import die_with_parent
 from rlhf.rollout.sglang.sampling import draw_by_seed, stop_by_strings
-from rlhf.rollout.sglang.wire import Errand, Outcome, write_outcome
+from rlhf.rollout.sglang.wire import Errand, Outcome, SchedulerErrand, write_outcome
 
 LOADER = "rlhf.rollout.sglang.inside.load_errand"
 """The weight loader of ours, as SGLang's server argument `custom_weight_loader` and its `load_format` name it."""
@@ -53,7 +56,8 @@ def _entered(run: Callable[..., None], cpu: bool, parent: int) -> Entry:
 
 
 def run_scheduler(by_seed: bool, decode: bytes, *args: Any, **kwargs: Any) -> None:
-    """A scheduler process; `by_seed` and `decode` are those of `Order`."""
+    """A scheduler process; `by_seed` and `decode` are those of `Order`, the fourth of SGLang's is its tp rank."""
+    pulse = Pulse(f"scheduler tp {args[3]}")
     from sglang.srt.managers import scheduler  # noqa: PLC0415
 
     setattr(scheduler.Scheduler, RPC, _run_by_rpc)
@@ -64,6 +68,8 @@ def run_scheduler(by_seed: bool, decode: bytes, *args: Any, **kwargs: Any) -> No
         draw_by_seed()
     if decode:
         stop_by_strings(decode)
+    _beat_at(scheduler.Scheduler, "ingest_requests", pulse)
+    _tell_what_it_raises(scheduler)
     scheduler.run_scheduler_process(*args, **kwargs)
 
 
@@ -85,9 +91,34 @@ def _tell_times() -> None:
 
 def run_detokenizer(*args: Any, **kwargs: Any) -> None:
     """The detokenizer process."""
-    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process  # noqa: PLC0415
+    Pulse("detokenizer")  # without a count: where it waits for work, nothing tells it from one that hangs
+    from sglang.srt.managers import detokenizer_manager  # noqa: PLC0415
 
-    run_detokenizer_process(*args, **kwargs)
+    _tell_what_it_raises(detokenizer_manager)
+    detokenizer_manager.run_detokenizer_process(*args, **kwargs)
+
+
+def _beat_at(cls: type, method: str, pulse: Pulse) -> None:
+    """Every call of a method is a beat; an event loop makes one a round."""
+    plain = getattr(cls, method)
+
+    def beating(*args: Any, **kwargs: Any) -> Any:
+        pulse.beat()
+        return plain(*args, **kwargs)
+
+    setattr(cls, method, beating)
+
+
+def _tell_what_it_raises(module: Any) -> None:
+    """Leave word of an exception that ends a process of SGLang's; it asks for the traceback, then ends the engine."""
+    plain = module.get_exception_traceback
+
+    def telling() -> Any:
+        error = sys.exc_info()[1]
+        write_end(os.getpid(), f"raised {type(error).__name__}: {error}")
+        return plain()
+
+    module.get_exception_traceback = telling
 
 
 def packed_errand(errand: Errand) -> bytes:
@@ -104,15 +135,16 @@ def load_errand(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]])
 
 
 def _run_by_rpc(scheduler: Any, payload: str) -> None:
-    _run(pickle.loads(bytes.fromhex(payload)), scheduler.tp_worker.model_runner.model)
+    errand = pickle.loads(bytes.fromhex(payload))
+    _run(errand, scheduler.tp_worker.model_runner.model, scheduler)
 
 
-def _run(errand: Errand, model: torch.nn.Module) -> None:
+def _run(errand: Errand | SchedulerErrand, model: torch.nn.Module, scheduler: Any = None) -> None:
     """An exception in here would end the scheduler, and with it the engine; the leader rank is to decide that."""
     from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415
 
     try:
-        outcome = Outcome(errand.run(model))
+        outcome = Outcome(errand.run(model) if hasattr(errand, "run") else errand.run_in(scheduler))
     except Exception as error:  # noqa: BLE001  see above
         traceback.print_exc()
         outcome = Outcome(error=f"{type(error).__name__}: {error}")

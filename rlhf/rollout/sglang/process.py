@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.dist.ending import end_tree
-from rlhf.errors import EngineError
+from rlhf.errors import EngineError, EngineLostError
+from rlhf.rollout.sglang.watch import EngineWatch, how_ended
 from rlhf.rollout.sglang.wire import Errand, Order, Reply, Request
 
 SLICE_S = 0.5
-"""How long the leader rank waits at a time before it looks at the clock."""
+"""How long the leader rank waits at a time before it looks at the clock and at the engine's processes."""
+DYING_S = 2.0
+"""How long after its last word a process may take to be gone."""
 TAIL_LINES = 20
 
 HOST = "rlhf.rollout.sglang.host:main"
@@ -39,6 +42,7 @@ class HostProcess:
         *,
         python: str,
         environment: dict[str, str],
+        folder: Path,
         log_path: Path,
         start_limit_s: float,
         reply_limit_s: float,
@@ -50,7 +54,8 @@ class HostProcess:
         Args:
             order: What it is to start.
             python: Interpreter; empty is this one.
-            environment: Of the process, whole.
+            environment: Of the process, whole but for the place of its temporary files.
+            folder: For these, and for word of its processes; the engine's own.
             log_path: What it and SGLang print; appended to.
             start_limit_s: It must be ready by then.
             reply_limit_s: A request without a sign of life for this long counts as hung.
@@ -58,10 +63,12 @@ class HostProcess:
             entry: `module:function` that the process runs, with its end of the socket.
 
         Raises:
-            EngineError: It could not start, or not in time.
+            EngineError: It could not start.
+            EngineLostError: It was not ready in time, or one of its processes died or was stopped meanwhile.
         """
+        self._watch = EngineWatch(folder)
         self._name, self._log_path, self._limit_s = log_path.stem, log_path, reply_limit_s
-        self._number, self._heard = 0, time.monotonic()
+        self._number, self._heard, self._looked = 0, time.monotonic(), 0.0
         log_path.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
         with theirs, log_path.open("ab") as log:
@@ -72,34 +79,35 @@ class HostProcess:
                 stderr=log,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env=environment,
+                env=environment | {"TMPDIR": str(folder)},
             )
         self._channel: Connection | None = Connection(ours.detach())
         self._channel.send(order)
         try:
-            self._await(0, start_limit_s, on_wait=on_wait)
+            self._await(0, start_limit_s, on_wait=on_wait, should_move=False)
         except BaseException:
             self.close()
             raise
 
     def call(self, verb: str, *arguments: Any, patient: bool = False) -> Any:
-        """Ask for something and wait for it; `patient`: without a limit, as long as the host lives.
+        """Ask for something and wait for it; `patient`: as long as its processes live, even if none moves.
 
         Raises:
-            EngineError: The host says that it failed, is dead, or has said nothing for too long (it is killed then).
+            EngineError: The host says that it failed.
+            EngineLostError: It or a process of SGLang's died, was stopped, or hangs. All of them are ended then.
         """
         if self._channel is None:
-            raise EngineError(f"{self._name}: its host process has ended; needs a new engine; start the job again")
+            raise self._closed()
         self._number += 1
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its end is read below
             self._channel.send(Request(self._number, verb, arguments))
         limit_s = math.inf if patient else self._limit_s
-        return self._await(self._number, limit_s, on_wait=None, verb=verb)
+        return self._await(self._number, limit_s, on_wait=None, should_move=not patient, verb=verb)
 
     def tell(self, verb: str, *arguments: Any) -> None:
         """Ask for something that is answered by messages, if at all; `hear` them."""
         if self._channel is None:
-            raise EngineError(f"{self._name}: its host process has ended; needs a new engine; start the job again")
+            raise self._closed()
         self._heard = time.monotonic()  # it has so long from now on
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `hear` reads its end
             self._channel.send(Request(0, verb, arguments))
@@ -108,20 +116,23 @@ class HostProcess:
         """Messages that have come; waits so long for a first one. `verb`: what the host should be at, "" for nothing.
 
         Raises:
-            EngineError: The host is dead, or should be at something and has said nothing for too long (it is killed).
+            EngineLostError: As `call`.
         """
         if self._channel is None:
-            raise EngineError(f"{self._name}: its host process has ended; needs a new engine; start the job again")
+            raise self._closed()
         told, now = list[Any](), time.monotonic()
         try:
             while self._channel.poll(0.0 if told else wait_s):
                 told.append(self._channel.recv())
         except (EOFError, ConnectionResetError):
-            raise self._lost(f"died at {verb}") from None
+            raise self._lost("", verb) from None
         if told or not verb:
             self._heard = now
         elif now > self._heard + self._limit_s:
-            raise self._lost(f"has said nothing for {self._limit_s:g} s while it was at {verb}; it was killed")
+            raise self._lost(f"its host process has said nothing for {self._limit_s:g} s", verb)
+        if now > self._looked + SLICE_S:
+            self._looked = now
+            self._look(verb, should_move=True)
         return told
 
     def close(self) -> None:
@@ -131,6 +142,8 @@ class HostProcess:
             self._channel = None
         end_tree(self._process.pid)
         self._process.wait()
+        for pid in self._watch.living():  # of a host that has died before them
+            end_tree(pid)
 
     @property
     def is_open(self) -> bool:
@@ -142,45 +155,64 @@ class HostProcess:
         """Of the host."""
         return self._process.pid
 
+    @property
+    def pids(self) -> list[int]:
+        """Of all processes of the engine that have entered themselves and live."""
+        return self._watch.living()
+
     def _await(
         self,
         number: int,
         limit_s: float,
         *,
         on_wait: Callable[[], None] | None,
+        should_move: bool,
         verb: str = "start",
     ) -> Any:
-        """The value of a request."""
+        """The value of a request. `should_move`: see `EngineWatch.fault`."""
         assert self._channel is not None, "asked above"
         until = time.monotonic() + limit_s
         while True:
-            if not self._channel.poll(SLICE_S):
+            try:
+                told = self._channel.recv() if self._channel.poll(SLICE_S) else None
+            except (EOFError, ConnectionResetError):
+                raise self._lost("", verb) from None
+            if told is None:
+                self._look(verb, should_move=should_move)
                 if time.monotonic() > until:
-                    raise self._lost(f"has said nothing for {limit_s:g} s while it was at {verb}; it was killed")
+                    raise self._lost(f"its host process has said nothing for {limit_s:g} s", verb)
                 if on_wait is not None:
                     on_wait()
-                continue
-            try:
-                told = self._channel.recv()
-            except (EOFError, ConnectionResetError):
-                raise self._lost(f"died at {verb}") from None
             if isinstance(told, Reply) and told.number == number:
                 if told.error:
-                    raise EngineError(
-                        f"{self._name}: {verb}: {told.error}\nThe end of {self._log_path}:\n{self._tail()}"
-                    )
+                    raise self._failed(told.error, verb)
                 return told.value
 
-    def _lost(self, what: str) -> EngineError:
-        """The error that says how the host ended; the host is gone afterwards."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=2.0 if what.startswith("died") else 0.0)
-        code = self._process.poll()
+    def _look(self, verb: str, *, should_move: bool) -> None:
+        if fault := self._watch.fault(should_move=should_move):
+            raise self._lost(fault, verb or "rest")
+
+    def _closed(self) -> EngineLostError:
+        return EngineLostError(f"{self._name}: its processes have ended; needs a new start; call restart()")
+
+    def _failed(self, text: str, verb: str) -> EngineError:
+        """What the host says went wrong, unless a process of the engine has ended, which says more."""
+        if ended := self._watch.first_end():
+            return self._lost(ended, verb)
+        return EngineError(f"{self._name}: {verb}: {text}\nThe end of {self._log_path}:\n{self._tail()}")
+
+    def _lost(self, fault: str, verb: str) -> EngineLostError:
+        """The error that names the process at fault ("": find out); all of the engine's are gone afterwards."""
+        if not fault or fault.endswith("died"):  # the host may be at its end because another process is
+            until = time.monotonic() + DYING_S
+            while (code := self._process.poll()) is None and not self._watch.first_end() and time.monotonic() < until:
+                time.sleep(0.02)
+            own = "" if code is None else f"host (pid {self.pid}) {how_ended(code)}"
+            fault = self._watch.first_end() or own or fault or f"host (pid {self.pid}) closed its end"
         self.close()
-        how = "" if code is None else f" (exit code {code})"
-        return EngineError(
-            f"{self._name}: its host process {what}{how}; needs a living engine; see {self._log_path}, whose end "
-            f"is:\n{self._tail()}"
+        return EngineLostError(
+            f"{self._name}: {fault} while it was at {verb}; all of its processes were ended; needs a living engine; "
+            f"see {self._log_path}, whose end is:\n{self._tail()}"
         )
 
     def _tail(self) -> str:

@@ -11,15 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rlhf.errors import EngineError, WeightSyncError
+from rlhf.errors import EngineError, EngineLostError, WeightSyncError
 from rlhf.families.spec import ModelSpec
 from rlhf.reshard.checksum import Place
+from rlhf.reshard.transport import torch_dtype
 from rlhf.reshard.windows import NUM_REGIONS, Manifest
+from rlhf.rollout.sglang.board import stat_of
 from rlhf.rollout.sglang.channel import Channel, Door
 from rlhf.rollout.sglang.layout import Sizes, check_table, padding_elements
 from rlhf.rollout.sglang.loader import ServeTransfer
 from rlhf.rollout.sglang.manifest import write_manifest
 from rlhf.rollout.sglang.regions import Regions, make_regions
+from rlhf.rollout.sglang.watch import Watched
 
 
 class UpdatePort(Protocol):
@@ -78,8 +81,11 @@ class SchedulerSink:
         self._known: dict[int, Manifest] = {}
         self._unanswered, self._num_loaded = 0, 0
         self._is_anew, self._completes = False, False
+        self.is_lost = False
+        """See `WindowSink.is_lost`: this one raises instead; `LastingSink` does not."""
         self.needs_complete = True
         """The engine does not hold the weights of an earlier transfer: the next one must bring all."""
+        self._watched: Watched | None = None
 
     def check_model(self) -> None:
         """Compare the layout with the names, shapes and dtypes of the scheduler's model. All ranks of the engine call.
@@ -148,6 +154,19 @@ class SchedulerSink:
             self._serving = None
             self._raise_failure()
 
+    def give_up(self) -> None:
+        """The engine is lost, and nothing more is wanted of it: this rank's scheduler is ended, so that nobody waits.
+
+        Nothing but `close` may be called afterwards.
+        """
+        if self._watched is not None:
+            self._watched.end()
+        if self._channel is not None:
+            self._channel.close()
+        if self._serving is not None:  # the host answers, or is lost too
+            self._serving.join()
+            self._serving = None
+
     def close(self) -> None:
         """Nothing but `close` may be called afterwards."""
         self._door.close()
@@ -163,6 +182,8 @@ class SchedulerSink:
             self._serving.start()
         if self._channel is None:
             self._channel = self._door.open(peer=self._peer, limit_s=self._limit_s, while_waiting=self._raise_failure)
+            pid = self._channel.pid
+            self._watched = Watched(f"{self._peer} (pid {pid})", pid, stat_of(pid)[1])
 
     def _serve(self, port: UpdatePort) -> None:
         try:
@@ -171,18 +192,26 @@ class SchedulerSink:
             self._failure = error
 
     def _patience(self) -> Callable[[], None]:
-        """What to do while waiting for one answer: raise EngineError when there will be none."""
+        """What to do while waiting for one answer: raise EngineLostError when there will be none."""
         until = time.monotonic() + self._reply_limit_s
+        watched = self._watched
 
         def look() -> None:
+            fault = watched.fault(0) if watched is not None else ""  # whoever is asked has something to do
+            if self._failure is None and fault:
+                self._failure = EngineLostError(f"weight update: {fault}; needs a living engine; see its log")
             if self._failure is None and time.monotonic() > until:
-                self._failure = EngineError(
+                self._failure = EngineLostError(
                     f"weight update: {self._peer} has not answered for {self._reply_limit_s:g} s, so it hangs or waits "
                     "for one that does; see the log of its engine; more time: rollout.sglang.reply_limit_s"
                 )
             self._raise_failure()
 
         return look
+
+    def spare(self, elements: int, dtype: str) -> tuple[Tensor, ...]:
+        """Memory for windows that nobody will load."""
+        return tuple(torch.empty(elements, dtype=torch_dtype(dtype), device=self._device) for _ in range(NUM_REGIONS))
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from rlhf.errors import EngineError
+from rlhf.errors import EngineError, RlhfError
 
 T = TypeVar("T")
 
@@ -28,10 +28,12 @@ class Team:
         The others wait in a collective of host memory, with the group's time-out; never inside one of the device.
 
         Raises:
-            EngineError: The leader's work raised it, or something else that the leader gets as it was; on all ranks.
+            EngineError, EngineLostError: The leader's work raised it, or something else that the leader gets as it was;
+                on all ranks.
         """
         value: T | None = None
-        told, raised = [""], None
+        told: list[EngineError | None] = [None]
+        raised = None
         if self.is_leader:
             try:
                 value = work()
@@ -39,14 +41,34 @@ class Team:
                 if self._group is None:
                     raise
                 raised = error
-                told = [str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"]
+                told = [error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")]
         if self._group is not None:
             dist.broadcast_object_list(told, group=self._group, group_src=0)
         if raised is not None:
             raise raised
-        if told[0]:
-            raise EngineError(told[0])
+        if told[0] is not None:
+            raise told[0]
         return value
+
+    def all(self, work: Callable[[], None]) -> None:
+        """Do something on every rank of the engine. Collective over the group.
+
+        Raises:
+            RlhfError: The first rank's for which it failed; on all ranks, once each has tried.
+        """
+        failed: RlhfError | None = None
+        try:
+            work()
+        except RlhfError as error:
+            if self._group is None:
+                raise
+            failed = error
+        if self._group is not None:
+            told: list[RlhfError | None] = [None] * self.size
+            dist.all_gather_object(told, failed, group=self._group)
+            for one in told:
+                if one is not None:
+                    raise one
 
     def gpus(self, device: torch.device) -> tuple[int, int]:
         """(index of the leader's GPU, steps to the next rank's); (0, 1) on CPUs. Collective over the group.

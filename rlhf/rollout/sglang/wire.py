@@ -27,6 +27,14 @@ class Errand(Protocol):
         ...
 
 
+class SchedulerErrand(Protocol):
+    """An errand outside of an update on the scheduler itself."""
+
+    def run_in(self, scheduler: Any) -> Any:
+        """As `Errand.run`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """How the host is to start its engine."""

@@ -29,6 +29,17 @@ class Shapes:
 
 
 @dataclass(frozen=True)
+class Storages:
+    """Bytes of all parameters, and of all buffers."""
+
+    def run(self, model: torch.nn.Module) -> tuple[int, int]:
+        params, buffers = (
+            sum(one.untyped_storage().nbytes() for one in tensors) for tensors in (model.parameters(), model.buffers())
+        )
+        return params, buffers
+
+
+@dataclass(frozen=True)
 class Fails:
     """Raises."""
 

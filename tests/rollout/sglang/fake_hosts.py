@@ -7,7 +7,9 @@ import subprocess
 import sys
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
+from rlhf.rollout.sglang.board import HOST, Pulse, read_entries, watch_children
 from rlhf.rollout.sglang.wire import Answers, Ask, Beat, Reply, Response, pack_logprobs, pack_tokens, unpack_tokens
 
 
@@ -89,3 +91,60 @@ def refuses(fd: int) -> None:
 def crashes(fd: int) -> None:
     """Ends before it has said anything."""
     raise SystemExit("a broken import")
+
+
+ROLES = ("scheduler tp 0", "scheduler tp 1", "detokenizer")
+CHILD = """
+import os, signal, sys, time
+from rlhf.rollout.sglang.board import Pulse
+role, parent = sys.argv[1], os.getppid()
+pulse, moves = Pulse(role), True
+def hang(*_):
+    global moves
+    moves = False
+def work(*_):
+    while True: pass
+signal.signal(signal.SIGUSR1, hang)
+signal.signal(signal.SIGUSR2, work)
+while os.getppid() == parent:
+    time.sleep(0.05)
+    if moves and role != "detokenizer": pulse.beat()
+"""
+"""A process of an engine: its event loop goes round until SIGUSR1; from SIGUSR2 on it only computes."""
+
+
+def with_children(fd: int) -> None:
+    """Has the processes of an engine of two ranks. Answers `echo`, and nothing else."""
+    channel = Connection(fd)
+    channel.recv()
+    pulse = Pulse(HOST)
+    watch_children()
+    for role in ROLES:
+        subprocess.Popen([sys.executable, "-c", CHILD, role])
+    folder = Path(os.environ["TMPDIR"])
+    while sum(entry.pulse > 0 for entry in read_entries(folder)) < 2 or len(read_entries(folder)) <= len(ROLES):
+        time.sleep(0.01)
+    channel.send(Reply(0))
+    while True:
+        pulse.beat()
+        if channel.poll(0.1):
+            request = channel.recv()
+            if request.verb == "echo":
+                channel.send(Reply(request.number, value=request.arguments))
+
+
+def dies_while_it_starts(fd: int) -> None:
+    """Its scheduler is killed before it is ready; it says what SGLang says of that."""
+    channel = Connection(fd)
+    channel.recv()
+    Pulse(HOST)
+    watch_children()
+    child = subprocess.Popen([sys.executable, "-c", CHILD, ROLES[0]])
+    folder = Path(os.environ["TMPDIR"])
+    while len(read_entries(folder)) < 2:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    child.kill()
+    time.sleep(0.5)
+    channel.send(Reply(0, error="RuntimeError: a scheduler died"))
+    time.sleep(3600)

@@ -18,6 +18,7 @@ def start(folder: Path, entry: str = "answers", *, limit_s: float = 1.0, **chang
     return HostProcess(
         Order(parent=os.getpid(), server_args={}, cpu=True),
         python="",
+        folder=folder,
         log_path=folder / "engine_0.log",
         entry=f"tests.rollout.sglang.fake_hosts:{entry}",
         **settings,
@@ -50,14 +51,15 @@ def test_signs_of_life_set_the_clock_back_and_are_passed_on(tmp_path):
     host.hear(0.01, verb="")  # it should be at nothing
     with pytest.raises(EngineError, match=r"engine_0: its host process has said nothing for 1.2 s while it was at it"):
         hear_until(host, "it", [], lambda: False)
-    with pytest.raises(EngineError, match="its host process has ended"):
+    with pytest.raises(EngineError, match="its processes have ended"):
         host.tell("slow", 1)
 
 
 def test_a_host_that_dies_while_it_is_heard_is_named(tmp_path):
     host = start(tmp_path, limit_s=60.0)
     host.tell("die")
-    with pytest.raises(EngineError, match=r"(?s)died at die \(exit code -9\).*the last words"):
+    message = r"(?s)host \(pid \d+\) was ended by SIGKILL while it was at die.*the last words"
+    with pytest.raises(EngineError, match=message):
         hear_until(host, "die", [], lambda: False)
     assert not host.is_open
 
@@ -68,13 +70,15 @@ def test_a_host_that_says_nothing_is_killed_and_named(tmp_path):
     with pytest.raises(EngineError, match=r"engine_0: its host process has said nothing for 1 s while it was at hang"):
         host.call("hang")
     assert not process.is_running()
-    with pytest.raises(EngineError, match="its host process has ended"):
+    with pytest.raises(EngineError, match="its processes have ended"):
         host.call("echo")
 
 
 def test_a_host_that_dies_is_named_with_its_exit_code_and_last_words(tmp_path):
     host = start(tmp_path, limit_s=60.0)
-    with pytest.raises(EngineError, match=r"(?s)died at die \(exit code -9\).*the last words"):
+    with pytest.raises(
+        EngineError, match=r"(?s)host \(pid \d+\) was ended by SIGKILL while it was at die.*the last words"
+    ):
         host.call("die")
 
 
@@ -83,7 +87,7 @@ def test_a_host_that_dies_is_named_with_its_exit_code_and_last_words(tmp_path):
     [
         ("never_ready", 1.0, "has said nothing for 1 s while it was at start"),
         ("refuses", 60.0, "start: RuntimeError: no such model"),
-        ("crashes", 60.0, r"(?s)died at start \(exit code 1\).*a broken import"),
+        ("crashes", 60.0, r"(?s)host \(pid \d+\) left with 1 while it was at start.*a broken import"),
     ],
 )
 def test_a_host_that_does_not_start_says_why_and_is_gone(tmp_path, entry, limit_s, message):
