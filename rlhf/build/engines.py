@@ -1,5 +1,6 @@
 """Rollout engines, and the standing transfer of the actor's weights into them."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,9 @@ from rlhf.reshard.weight_sync import WeightSync
 from rlhf.rollout.engine import RolloutEngine
 from rlhf.rollout.performance import PerformanceMonitor
 from rlhf.rollout.pool import EnginePool, store_of_job
-from rlhf.trainers.site import Site
+from rlhf.trainers.policy_sync import PolicySync
+from rlhf.trainers.recovery import Recovery
+from rlhf.trainers.site import Site, note
 
 
 def make_engine(
@@ -66,6 +69,7 @@ def make_engine_pool(
         rank=site.ranks.rank,
         leaders_group=leaders_group,
         store=store_of_job("rollout"),
+        outlives_loss=config.rollout.on_loss == "replace",
         on_wait=lambda: site.ranks.progress.tick("rollout/generate, other engines"),
     )
 
@@ -91,4 +95,22 @@ def make_weight_sync(config: PPORunConfig, site: Site) -> WeightSync | None:
         on_mismatch=OnMismatch(config.sync.on_mismatch),
         engines=rollout.engines,
         span=site.span,
+    )
+
+
+def make_recovery(
+    config: PPORunConfig, engine: RolloutEngine | None, pool: EnginePool | None, policy_sync: PolicySync, site: Site
+) -> Recovery:
+    """What keeps this rank's engine at work. Collective over the job."""
+    rollout, group = config.rollout, None
+    if rollout.on_loss == "replace":
+        group = site.ranks.groups.cpu_group([tuple(sorted({*config.actor.parallel.ranks, *rollout.ranks}))])
+    return Recovery(
+        rollout,
+        rank=site.ranks.rank,
+        engine=engine,
+        group=group,
+        seen_lost=lambda: None if pool is None else pool.lost,
+        forget=policy_sync.forget,
+        say=partial(note, site),
     )

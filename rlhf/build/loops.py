@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from rlhf.build.checkpoints import make_checkpoints
-from rlhf.build.engines import make_engine, make_engine_pool, make_weight_sync
+from rlhf.build.engines import make_engine, make_engine_pool, make_recovery, make_weight_sync
 from rlhf.build.roles import make_critic, make_exporter, make_model, make_policy, spec_of_role, trained_tensors
 from rlhf.config.checks import collecting
 from rlhf.config.run import PPORunConfig, RunConfig, SFTRunConfig, check_world
@@ -91,13 +91,15 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
         TrainedRole("critic", critic.model, critic.optimizer),
     ]
     checkpoints = make_checkpoints(config, roles, {"reference": reference.model}, export, site)
-    phases = Phases(site.timers, engine)
     policy_sync = PolicySync(
         sync,
         actor_params=lambda: current_params(actor.model) if actor.model else {},
         engine=engine,
         trained=trained_tensors(config.actor),
+        survives_loss=config.rollout.on_loss == "replace",
     )
+    recovery = make_recovery(config, engine, pool, policy_sync, site)
+    phases = Phases(site.timers, engine, recovery, sleep=config.rollout.sleep, forget=policy_sync.forget)
     return PPOLoop(
         config=config,
         rank=rank,
@@ -115,6 +117,7 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
         ),
         engine=engine,
         policy_sync=policy_sync,
+        recovery=recovery,
         scorer=scorer,
         models=PPOModels(actor, critic, reference),
         watch=MismatchWatch(

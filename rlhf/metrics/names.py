@@ -212,6 +212,16 @@ class RolloutMetrics:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EngineMetrics:
+    """Life of the rollout engines."""
+
+    freed_bytes: float
+    """Bytes that the engines gave back when they last went to sleep, sum over engines."""
+    lost: float
+    """Engines lost and replaced since this start of the job."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SyncMetrics:
     """The step's move of weights from actor to engines."""
 
@@ -296,6 +306,8 @@ class StepMetrics:
     """Rollout engine against trainer."""
     rollout: RolloutMetrics | None = None
     """How the engines did."""
+    engines: EngineMetrics | None = None
+    """Life of the engines."""
     sync: SyncMetrics | None = None
     """Weights to the engines."""
     rate: RateMetrics | None = None

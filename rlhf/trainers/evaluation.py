@@ -7,7 +7,7 @@ from torch.distributed import ProcessGroup
 
 from rlhf.algos.pass_at_k import pass_at_k
 from rlhf.config.run import EvalConfig
-from rlhf.data.batch import FinishReason, PromptBatch, ScoredRollout
+from rlhf.data.batch import FinishReason, PromptBatch, Rollout, ScoredRollout
 from rlhf.dist.agree import gather
 from rlhf.metrics.run_folder import SampleRecord
 from rlhf.rollout.pool import EnginePool
@@ -45,18 +45,21 @@ class Evaluation:
     shown: int = 3
     """Samples kept of each owner."""
 
-    def run(self, step: int, *, leave_out: bool = False) -> EvaluationResult:
-        """Evaluate the weights that the engines hold. Collective over the job.
+    def ask(self, *, leave_out: bool = False) -> Rollout:
+        """Have the engines answer, by the weights that they hold: rows of this rank. Collective over each engine.
 
         `leave_out`: this rank's engine holds other weights than it should, so others answer its problems; the same on
         all ranks of the engine. Where all do, no problem is counted.
         """
+        if self.pool is None:
+            return Rollout.empty()
         prompts = self.prompts if self.scorer is not None else None
-        rollout = None
-        if self.pool is not None:
-            rollout = self.pool.generate(prompts, self.config.sampling, takes_part=not leave_out)
+        return self.pool.generate(prompts, self.config.sampling, takes_part=not leave_out) or Rollout.empty()
+
+    def judge(self, step: int, rollout: Rollout) -> EvaluationResult:
+        """What answers are worth. Collective over the job."""
         mine: tuple[list[list[float]], list[SampleRecord]] = ([], [])
-        if rollout is not None and self.scorer is not None:
+        if len(rollout) and self.scorer is not None:
             scored = self.scorer.score(rollout)
             samples = self.config.samples_per_prompt
             firsts = scored.select(torch.arange(0, len(scored), samples)[: self.shown])

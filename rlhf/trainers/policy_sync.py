@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from torch import Tensor
 
+from rlhf.errors import EngineLostError
 from rlhf.reshard.stats import ReshardStats
 from rlhf.reshard.verify import Mismatch
 from rlhf.reshard.weight_sync import WeightSync
@@ -20,6 +21,7 @@ class PolicySync:
         actor_params: Callable[[], Mapping[str, Tensor]],
         engine: RolloutEngine | None,
         trained: Collection[str] | None = None,
+        survives_loss: bool = False,
     ) -> None:
         """Keep the parts.
 
@@ -28,18 +30,23 @@ class PolicySync:
             actor_params: This rank's weights, up to date; empty outside the actor's pool.
             engine: This rank's part of its engine; None outside the rollout pool.
             trained: Logical tensors that training may change, the same on every rank; None: all. Others are sent once.
+            survives_loss: `rollout.on_loss` is replace.
         """
         self._sync, self._actor_params, self._engine, self._trained = sync, actor_params, engine, trained
         self._version: int | None = None
+        self._survives_loss = survives_loss
 
     def update_weights(self, *, policy_version: int) -> ReshardStats | None:
-        """Move the weights; the engines then hold this version (updates of the actor so far).
+        """Move the weights; the engines are then awake and hold this version (updates of the actor so far).
+
+        An engine takes the memory of its weights before the transfer, that of keys and values after it.
 
         What cannot have changed since the last call is not sent: all of it when the version is the same. Collective
         over the pools of actor and engines; other ranks pass through.
         """
         if self._sync is None:
             return None
+        self._wake_weights()
         stats = self._sync.update_weights(
             self._actor_params(),
             self._engine.params() if self._engine is not None else {},
@@ -48,7 +55,18 @@ class PolicySync:
         self._version = policy_version
         if self._engine is not None:
             self._engine.weights_updated(policy_version)
+            self._engine.wake()
         return stats
+
+    def _wake_weights(self) -> None:
+        """Where losses are survived, a lost engine takes part in the transfer all the same; all raise at its end."""
+        if self._engine is None:
+            return
+        try:
+            self._engine.wake_weights()
+        except EngineLostError:
+            if not self._survives_loss:
+                raise
 
     @property
     def num_tensors(self) -> int:

@@ -25,6 +25,7 @@ from rlhf.trainers.ownership import Ownership
 from rlhf.trainers.phases import Phases
 from rlhf.trainers.policy_sync import PolicySync
 from rlhf.trainers.profiler import StepProfiler
+from rlhf.trainers.recovery import Recovery
 from rlhf.trainers.reporter import Reporter
 from rlhf.trainers.sample_dump import SampleDump
 from rlhf.trainers.scoring import WRONG_WEIGHTS, Scorer, dropped
@@ -47,6 +48,7 @@ class PPOLoop:
     engine: RolloutEngine | None
     """None on ranks outside the rollout pool."""
     policy_sync: PolicySync
+    recovery: Recovery
     scorer: Scorer | None
     """None on ranks that own no rows."""
     models: PPOModels
@@ -91,9 +93,10 @@ class PPOLoop:
         """
         config, owners = self.config.ppo, self._owners()
         with self.phases.rollout():
-            sync = self._sync(state)
-            generated = self.generation.step(state, left_out=self._is_left_out(sync))
-            assert generated is not None, "a loss that is not survived raises"
+            sync, generated = self.recovery.go(
+                lambda: self._sync(state),
+                lambda sync: self.generation.step(state, left_out=self._is_left_out(sync)),
+            )
         with self.timers.phase("reward"):
             scored = self._score(generated)
             shaped = shape_rewards(scored, config, earlier=state.rewards, owners_group=self.owners_group)
@@ -108,7 +111,14 @@ class PPOLoop:
             self.calls.flush()
         samples = samples_of(experience, config, solved_at=self.config.eval.solved_at)
         part = StepPart(
-            samples, actor=actor_report, critic=critic_report, sync=sync, rollout=generated.part, mismatch=mismatch
+            samples,
+            actor=actor_report,
+            critic=critic_report,
+            sync=sync,
+            rollout=generated.part,
+            mismatch=mismatch,
+            freed_bytes=self.phases.freed_bytes,
+            engines_lost=self.recovery.num_losses,
         )
         state = next_state(state, experience, self.config, left=generated.left, everyone=self.everyone)
         return state, experience, part
@@ -142,8 +152,8 @@ class PPOLoop:
             return self.policy_sync.update_weights(policy_version=state.policy_version)
 
     def _is_left_out(self, sync: ReshardStats | None) -> bool:
-        """Whether this rank's engine holds wrong weights."""
-        return sync is not None and sync.leaves_out(self.rank)
+        """Whether this rank's engine holds wrong weights, or is lost."""
+        return self.recovery.is_lost or (sync is not None and sync.leaves_out(self.rank))
 
     def _score(self, generated: Generated) -> ScoredRollout:
         if self.scorer is None:
@@ -156,8 +166,11 @@ class PPOLoop:
         if not self.config.data.held_out:
             return None
         with self.phases.evaluation():
-            sync = self.policy_sync.update_weights(policy_version=state.policy_version)
-            return self.evaluation.run(state.step, leave_out=self._is_left_out(sync))
+            _, rollout = self.recovery.go(
+                lambda: self.policy_sync.update_weights(policy_version=state.policy_version),
+                lambda sync: self.evaluation.ask(leave_out=self._is_left_out(sync)),
+            )
+            return self.evaluation.judge(state.step, rollout)
 
 
 def _due(step: int, every: int) -> bool:

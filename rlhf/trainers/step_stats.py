@@ -13,6 +13,7 @@ from rlhf.data.batch import Experience, FinishReason
 from rlhf.metrics.names import (
     ActorMetrics,
     CriticMetrics,
+    EngineMetrics,
     KLMetrics,
     LengthMetrics,
     MismatchMetrics,
@@ -85,6 +86,10 @@ class StepPart:
     """On the leaders of engines."""
     mismatch: MismatchMetrics | None = None
     """Of all ranks together, the same on each."""
+    freed_bytes: int = 0
+    """What this rank's engine gave back."""
+    engines_lost: int = 0
+    """So far, over all; known to the ranks of actor and engines."""
 
 
 def samples_of(experience: Experience, config: PPOConfig, *, solved_at: float) -> dict[str, Sample]:
@@ -168,6 +173,10 @@ def combine(parts: Mapping[int, StepPart], state: DriverState) -> StepMetrics:
         critic=_critic_metrics(critic) if critic else None,
         mismatch=next((part.mismatch for part in parts.values() if part.mismatch), None),
         rollout=_rollout_metrics([part.rollout for part in parts.values() if part.rollout]),
+        engines=EngineMetrics(
+            freed_bytes=sum(part.freed_bytes for part in parts.values()),
+            lost=max(part.engines_lost for part in parts.values()),
+        ),
         sync=_sync_metrics(sync, state.policy_version) if sync else None,
         rate=RateMetrics(
             tokens_per_s=all_tokens / time["step"].max,

@@ -3,6 +3,7 @@ killed."""
 
 import json
 import os
+import re
 import signal
 import tempfile
 import time
@@ -99,4 +100,33 @@ def test_a_killed_leader_takes_its_engine_with_it(tmp_path: Path) -> None:
     assert (code, record["rank"]) == (3, 1), console
     assert record["phase"].startswith("rollout/generate")
     assert schedulers  # and job.end found none of all processes left
+    check_nothing_left(job, console)
+
+
+def test_an_engine_that_loses_a_scheduler_in_the_middle_of_a_rollout_is_replaced(tmp_path: Path) -> None:
+    """It is that of the rank that does not lead; with the engine's weights given back between rollouts."""
+    settings = ("rollout.tp=2", "rollout.on_loss=replace", "rollout.sleep=all", "num_steps=3")
+    job = start(tmp_path / "run", *settings, death="0 rollout/generate SIGKILL sglang::scheduler_TP1")
+    while all(launcher.poll() is None for launcher in job.launchers):
+        job.look()
+        time.sleep(0.5)
+    code, console, _ = job.end(limit_s=240)
+    assert code == 0, console
+    assert re.search(r"engine_0: scheduler tp 1 \(pid \d+\) was ended by SIGKILL .*; it is replaced", console), console
+    steps = [json.loads(line) for line in (job.run_folder / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert all(step["mismatch/max"] < 1e-4 for step in steps)
+    assert [step["engines/lost"] for step in steps] == [1, 1, 1]
+    assert all(step["engines/freed_bytes"] > 0 for step in steps)
+    check_nothing_left(job, console)
+
+
+def test_without_replacement_the_run_ends_and_names_the_process_that_was_lost(tmp_path: Path) -> None:
+    job = start(tmp_path / "run", death="0 rollout/generate SIGSTOP sglang::scheduler")
+    while all(launcher.poll() is None for launcher in job.launchers):
+        job.look()
+        time.sleep(0.5)
+    code, console, record = job.end(limit_s=120)
+    assert (code, record["code"]) == (3, 3), console
+    assert re.search(r"engine_0: scheduler tp 0 \(pid \d+\) is stopped \(state T\)", console), console
     check_nothing_left(job, console)

@@ -61,13 +61,14 @@ def _mean_and_pass_at_k() -> None:
         4 * ids + torch.arange(4).repeat(len(mine)), ids, tokens, (PromptRecord("p", "a", {}),) * len(ids)
     )
     pool = FakePool()
-    found = Evaluation(
+    evaluation = Evaluation(
         config=EvalConfig(samples_per_prompt=4, pass_k=2, sampling=OWN),
         pool=pool,
         prompts=prompts,
         scorer=FakeScorer([score for scores in mine for score in scores]),
         group=dist.new_group([0, 1], backend="gloo"),
-    ).run(5)
+    )
+    found = evaluation.judge(5, evaluation.ask())
     assert pool.asked == [OWN]
     assert (found.problems, found.solved, found.reward) == (3, 6 / 12, 7.5 / 12)
     # 2 of 4 solved: 1 - C(2, 2) / C(4, 2) = 5/6; none: 0; all: 1

@@ -71,7 +71,7 @@ def _solved_before_and_after(folder: Path, groups: GroupFactory, reward: str) ->
         if step in (0, STEPS):
             with loop.phases.rollout():
                 loop.policy_sync.update_weights(policy_version=step)
-                result = evaluation.run(step)
+                result = evaluation.judge(step, evaluation.ask())
             assert result.problems == HELD_OUT
             shares.append(result.solved)
         if step < STEPS:

@@ -21,6 +21,8 @@ STOPPED_LOOKS = 2
 _LONGEST_GAP_S = 2.0
 """A longer time between two looks counts as so much: this process may have been stopped itself."""
 _GONE = ("", "Z", "X")
+_WAITS_FOR_MACHINE = ("R", "D")
+"""For a processor that others use, or for a disk: no hang, however little it does."""
 _IDLE_SHARE = 0.02
 """Less processor time than this share is what background threads use."""
 
@@ -47,7 +49,7 @@ class Watched:
             return f"{self._title} is stopped (state T)"
         now = self._clock()
         gap_s = min(now - self._last, _LONGEST_GAP_S)
-        if rounds is None or rounds != self._rounds:
+        if rounds is None or rounds != self._rounds or state in _WAITS_FOR_MACHINE:
             self._still_s, self._cpu_s = 0.0, cpu_s
         else:
             self._still_s += gap_s
