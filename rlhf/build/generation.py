@@ -6,22 +6,23 @@
         for answer in engine.generate(["2 + 2 =", [17, 42]], SamplingConfig(max_new_tokens=32), n=2):
             print(answer.prompt, answer.finish_reason, answer.text)
 
-The engines are those of training, and the weights go in by the way of its syncs: block by block from the folder's files
-into each tp rank's own shard, with checksums at the end. Imports nothing of Megatron for Hugging Face folders.
+The engines are those of training; weights go in as its syncs bring them, block by block from the folder's files into
+each tp rank's own shard, with checksums at the end. Imports no Megatron for Hugging Face folders.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rlhf.build.engine_factories import engine_factory
+from rlhf.build.engine_place import device_group_of, device_named, ranks_of_engine
+from rlhf.build.folder_texts import FolderTexts
 from rlhf.checkpoint.convert.hf import HfWeights
 from rlhf.checkpoint.convert.options import Given
 from rlhf.checkpoint.convert.sources import Wanted, Weights, open_weights
@@ -30,7 +31,6 @@ from rlhf.config.sglang import SGLangConfig
 from rlhf.data.batch import FinishReason, PromptBatch, Rollout
 from rlhf.data.ragged import Ragged
 from rlhf.data.record import PromptRecord
-from rlhf.data.tokenizer import TextOf, decode_responses, eos_token_ids, load_tokenizer
 from rlhf.errors import CheckpointError, ConfigError, DataError, EngineError
 from rlhf.families.folder import has_safetensors, resolve_folder
 from rlhf.families.spec import Head
@@ -39,9 +39,6 @@ from rlhf.reshard.layout import Box
 from rlhf.rollout.engine import RolloutEngine
 from rlhf.rollout.performance import PerformanceMonitor
 from rlhf.rollout.sglang.engine import SGLangEngine
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Answer", "GenerationEngine", "SGLangConfig", "SamplingConfig", "open_engine"]
 
@@ -70,15 +67,14 @@ class GenerationEngine:
 
     def __init__(self, config: RolloutConfig, *, dtype: str, device: str, seed: int, log_folder: Path | None) -> None:
         """Nothing is started before the first `load`."""
-        self._config, self._dtype, self._device = config, dtype, _device(device)
+        self._config, self._dtype, self._device = config, dtype, device_named(device)
         self._seed, self._log_folder = seed, log_folder
         self._factory = engine_factory(config.engine)
         self._engine: RolloutEngine | None = None
         self._weights: Weights | None = None
-        self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._no_tokenizer = ""
+        self._texts: FolderTexts | None = None
         self._group: ProcessGroup | None = None
-        self._num_samples, self._version = 0, 0
+        self._num_samples, self._version, self._is_loaded = 0, 0, False
         self.performance = PerformanceMonitor()
         """Latencies, rates, queue and cache hits of what was generated since the last `load`, or its own `start()`."""
 
@@ -96,14 +92,15 @@ class GenerationEngine:
                 f"{weights.path}: holds {weights.spec}; needs the model of the open engine, {self._weights.spec}; open "
                 "another engine for it"
             )
-        self._weights = weights
         if self._engine is None:
             self._engine = self._start(weights)
+        self._weights, self._is_loaded = weights, False
         self._version += 1
         into = self._engine.sinks() if isinstance(self._engine, SGLangEngine) else (self._engine.params(),)
         first = 0 if self._group is None else self._group.rank()
         fill(self._engine.layout(), dict(enumerate(into, start=first)), self._read)
         self._engine.weights_updated(self._version)
+        self._is_loaded = True
         self.performance.start()
 
     def generate(
@@ -131,10 +128,11 @@ class GenerationEngine:
         Raises:
             DataError: A prompt is empty, too long for the model, or a text where the folder has no tokenizer or no
                 chat template.
-            EngineError: A token is outside the vocabulary, a row can never fit into the engine's memory, or the engine
-                has died.
+            EngineError: A token is outside the vocabulary, the engine has died, or its last `load` has failed.
         """
         engine, sampling = self._open_engine, sampling or SamplingConfig()
+        if not self._is_loaded:
+            raise EngineError("generate: the last load has failed half-way; needs whole weights; load a folder again")
         if n < 1:
             raise DataError(f"generate: n = {n}; needs at least 1 answer to a prompt; change it")
         if isinstance(prompts, str):
@@ -169,36 +167,23 @@ class GenerationEngine:
         return self._group is None or self._group.rank() == 0
 
     def _start(self, weights: Weights) -> RolloutEngine:
-        self._group = _group_of(self._config)
-        ends = self._find_tokenizer(weights)
+        self._group = ranks_of_engine(self._config)
+        self._texts = FolderTexts(weights.hf_files, weights=weights.path)
         return self._factory(
             weights.spec,
             self._config,
-            tp_group=self._group if self._device.type == "cpu" or self._group is None else _device_group(self._config),
+            tp_group=self._group
+            if self._device.type == "cpu" or self._group is None
+            else device_group_of(self._config),
             cpu_group=self._group,
             device=self._device,
             dtype=getattr(torch, self._dtype or ("float32" if self._device.type == "cpu" else "bfloat16")),
             run_seed=self._seed,
-            eos_token_ids=ends,
+            eos_token_ids=self._texts.end_ids,
             log_folder=self._log_folder,
-            decode=TextOf(weights.hf_files) if self._tokenizer is not None and weights.hf_files is not None else None,
+            decode=self._texts.decode,
             performance=self.performance,
         )
-
-    def _find_tokenizer(self, weights: Weights) -> tuple[int, ...]:
-        """Take the folder's tokenizer, if it has one; returns the tokens that end a response, if any are known."""
-        folder = weights.hf_files
-        if folder is None:
-            self._no_tokenizer = f"{weights.path}: no tokenizer beside the weights"
-            return ()
-        try:
-            self._tokenizer = load_tokenizer(folder)
-        except CheckpointError as error:
-            self._no_tokenizer = str(error)
-        try:
-            return eos_token_ids(self._tokenizer, folder)
-        except CheckpointError:
-            return ()
 
     def _read(self, tensor: str, box: Box) -> Tensor:
         """A block from the files, in the engine's dtype."""
@@ -208,8 +193,9 @@ class GenerationEngine:
         return block
 
     def _tokens(self, number: int, prompt: str | Sequence[int], sampling: SamplingConfig, *, chat: bool) -> list[int]:
-        found = self._encoded(number, prompt, chat=chat) if isinstance(prompt, str) else list(prompt)
         assert self._weights is not None, "load comes first"
+        assert self._texts is not None, "and reads the tokenizer"
+        found = self._texts.encode(number, prompt, chat=chat) if isinstance(prompt, str) else list(prompt)
         longest = self._weights.spec.max_length
         if not found:
             raise DataError(f"generate: prompt {number} is empty; needs at least one token; leave it out")
@@ -227,24 +213,6 @@ class GenerationEngine:
             )
         return found
 
-    def _encoded(self, number: int, text: str, *, chat: bool) -> list[int]:
-        if self._tokenizer is None:
-            raise DataError(
-                f"generate: prompt {number} is a text, but there is no tokenizer ({self._no_tokenizer}); needs one, or "
-                "token ids"
-            )
-        if chat and not self._tokenizer.chat_template:
-            raise DataError(
-                "generate: chat=True, but the tokenizer has no chat template; needs one; leave chat out, or take a "
-                "chat model"
-            )
-        if chat:
-            message = [{"role": "user", "content": text}]
-            text = self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        # A chat template writes its own special tokens; plain text gets the tokenizer's (such as a leading BOS).
-        found: list[int] = self._tokenizer(text, add_special_tokens=not chat).input_ids
-        return found
-
     def _batch(self, rows: list[list[int]], n: int) -> PromptBatch:
         first, self._num_samples = self._num_samples, self._num_samples + len(rows)
         numbers = torch.arange(first, first + len(rows))
@@ -256,9 +224,9 @@ class GenerationEngine:
         )
 
     def _answers(self, rollout: Rollout, n: int) -> list[Answer]:
-        texts = [""] * len(rollout) if self._tokenizer is None else decode_responses(self._tokenizer, rollout.responses)
+        assert self._texts is not None, "load comes first"
         columns = zip(
-            texts,
+            self._texts.read(rollout.responses),
             rollout.responses.rows(),
             rollout.rollout_logprobs.rows(),
             rollout.finish_reasons.tolist(),
@@ -331,34 +299,3 @@ def _open(folder: Path) -> Weights:
             "another folder"
         )
     return weights
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"{WHERE}: device = {name!r} given; needs cpu, cuda or cuda:N; change it") from error
-
-
-def _group_of(config: RolloutConfig) -> ProcessGroup | None:
-    """The ranks that share the engine, as a gloo group; None where this process has one of its own. Collective."""
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    if size == 1 or config.tp == 1:
-        if config.tp > 1 and config.engine != "sglang":
-            raise ConfigError(
-                f"{WHERE}: tp = {config.tp} in one process; the {config.engine} engine needs a rank for each; start "
-                f"the script with torchrun --nproc-per-node {config.tp} and call "
-                'torch.distributed.init_process_group("gloo") first, or take engine="sglang"'
-            )
-        return None
-    if size != config.tp:
-        raise ConfigError(
-            f"{WHERE}: tp = {config.tp}, but torch.distributed has {size} ranks; needs as many; change one"
-        )
-    return dist.new_group(backend="gloo")
-
-
-def _device_group(config: RolloutConfig) -> ProcessGroup:
-    return dist.new_group(list(range(config.tp)), backend="nccl")

@@ -130,6 +130,28 @@ def test_other_weights_of_the_same_model_are_loaded_into_the_open_engine(engine,
         engine.load(tmp_path / "else")
 
 
+def test_after_a_load_that_fails_half_way_nothing_is_answered_until_the_next(engine, model, folder, tmp_path) -> None:
+    shutil.copytree(folder, tmp_path / "cut")
+    whole = (folder / "model.safetensors").read_bytes()
+    before = engine.generate([[5, 6, 7]], GREEDY)[0]
+    cut = tmp_path / "cut" / "model.safetensors"
+    reader = engine._read
+
+    def cuts_the_file(tensor, box):
+        if "layers.1.mlp" in tensor:
+            cut.write_bytes(whole[: len(whole) // 2])
+        return reader(tensor, box)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_read", cuts_the_file)
+        with pytest.raises(CheckpointError, match="fetch it again"):
+            engine.load(tmp_path / "cut")
+    with pytest.raises(EngineError, match="the last load has failed half-way"):
+        engine.generate([[5, 6, 7]], GREEDY)
+    engine.load(folder)
+    assert engine.generate([[5, 6, 7]], GREEDY)[0].tokens == before.tokens
+
+
 def test_prompts_that_cannot_be_answered_are_named(engine) -> None:
     for prompts, options, message in (
         ([[1], []], {}, "prompt 1 is empty"),
