@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 
 from rlhf.config.run import PPORunConfig
 from rlhf.data.batch import Experience, ScoredRollout
+from rlhf.metrics.names import MismatchMetrics
 from rlhf.metrics.timers import Timers
 from rlhf.models.calls import RoleCalls
 from rlhf.models.minibatches import Cut, UpdateReport
@@ -107,19 +108,9 @@ class PPOLoop:
             mismatch = self.watch.look(
                 generated.rollout, experience.old_logprobs, state, left_out=self._is_left_out(sync)
             )
-            critic_report, actor_report = self._update(state, experience, owners)
+            reports = self._update(state, experience, owners)
             self.calls.flush()
-        samples = samples_of(experience, config, solved_at=self.config.eval.solved_at)
-        part = StepPart(
-            samples,
-            actor=actor_report,
-            critic=critic_report,
-            sync=sync,
-            rollout=generated.part,
-            mismatch=mismatch,
-            freed_bytes=self.phases.freed_bytes,
-            engines_lost=self.recovery.num_losses,
-        )
+        part = self._part(experience, generated, sync, reports, mismatch)
         state = next_state(state, experience, self.config, left=generated.left, everyone=self.everyone)
         return state, experience, part
 
@@ -143,6 +134,26 @@ class PPOLoop:
             policy_rows(experience), make_policy_loss(config), order=order, cut=cut, owners=owners
         )
         return critic.collect(), actor.collect()
+
+    def _part(
+        self,
+        experience: Experience,
+        generated: Generated,
+        sync: ReshardStats | None,
+        reports: tuple[UpdateReport | None, UpdateReport | None],
+        mismatch: MismatchMetrics,
+    ) -> StepPart:
+        critic, actor = reports
+        return StepPart(
+            samples_of(experience, self.config.ppo, solved_at=self.config.eval.solved_at),
+            actor=actor,
+            critic=critic,
+            sync=sync,
+            rollout=generated.part,
+            mismatch=mismatch,
+            freed_bytes=self.phases.freed_bytes,
+            engines_lost=self.recovery.num_losses,
+        )
 
     def _owners(self) -> tuple[int, ...]:
         return self.ownership.owners(self.config.ppo.prompts_per_step, self.config.ppo.samples_per_prompt)
