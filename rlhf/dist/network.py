@@ -48,3 +48,19 @@ def check_rendezvous(endpoint: str, *, is_host: bool) -> str:
     if is_host:
         check_port(int(port))
     return address
+
+
+def own_address(interface: str) -> str:
+    """This node's address on an interface, or, where none is named, the one that its host name leads to.
+
+    Raises:
+        OSError: There is no such interface, it has no address, or the name leads nowhere.
+    """
+    if not interface:
+        return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
+    name = interface.split(",")[0]
+    found = {entry.family: entry.address for entry in psutil.net_if_addrs().get(name, ())}
+    for family in (socket.AF_INET, socket.AF_INET6):
+        if family in found:
+            return str(found[family])
+    raise OSError(f"interface {name} is not here or has no address")

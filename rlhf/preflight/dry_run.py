@@ -116,6 +116,9 @@ def _parts_of_job(
     grids = roles.grids_of(config)
     yield placement.render_placement(grids, roles.cuts_of(config), **where)
     notes += placement.placement_notes(grids, **where)
+    if isinstance(config, PPORunConfig) and config.rollout.engine == "sglang":
+        with noted():
+            placement.check_engine_nodes(config.rollout, gpus_per_node=args.gpus_per_node)
     sound = {
         name: spec
         for name, spec in specs.items()

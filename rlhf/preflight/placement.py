@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from rlhf.config.rollout import RolloutConfig
 from rlhf.dist.grid import Grid
 from rlhf.preflight.text import spans, table
+from rlhf.rollout.sglang.nodes import nodes_of
 
 FEW_RANKS = 16
 """Up to so many ranks the table has a line for each."""
@@ -44,6 +46,12 @@ def placement_notes(grids: Mapping[str, Grid], *, world_size: int, gpus_per_node
                 "it leaves to other roles; begin and end pools at a multiple of the node's size"
             )
     return notes
+
+
+def check_engine_nodes(config: RolloutConfig, *, gpus_per_node: int) -> None:
+    """Raise LayoutError unless SGLang can place the processes of every engine on such nodes."""
+    for ranks in config.engines:
+        nodes_of([(f"node {rank // gpus_per_node}", rank % gpus_per_node) for rank in ranks])
 
 
 def _role_row(name: str, grid: Grid, cut: str, gpus_per_node: int) -> list[str]:

@@ -285,3 +285,16 @@ def test_what_sglang_has_on_gpus_only_is_refused_where_the_job_is_on_cpus(
     assert "rollout.sglang.attention_backend: fa3 given on a CPU" in err
     assert "ffn_size = 56 on a CPU, where SGLang pads each share to a multiple of 32" in err
     assert check(*words, "job.device=cuda")[0] == 0
+
+
+def test_engines_of_sglang_may_cross_nodes_where_they_have_as_many_ranks_on_each(
+    check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf.preflight.inputs._check_sglang", lambda config: None)  # as where it is installed
+    words = ("rollout.engine=sglang", "rollout.tp=4", "job.device=cuda", "--world-size", "6", "--gpus-per-node", "3")
+    code, out, err = check(*words, "rollout.first_rank=1", "reference.parallel.first_rank=5")
+    assert code == 0, err
+    assert "rollout: 1 of 1 tp groups cross nodes" in out
+    code, _, err = check(*words, "reference.parallel.first_rank=4", "reference.parallel.dp=2")
+    assert code == 2
+    assert "tp ranks lie on hosts node 0, node 0, node 0, node 1; needs as many on each host" in err

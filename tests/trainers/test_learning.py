@@ -2,6 +2,7 @@
 
 import json
 import random
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from rlhf.build.loops import build_loop
 from rlhf.config.data import RewardConfig
+from rlhf.config.run import PPORunConfig
 from rlhf.dist.groups import GroupFactory
 from rlhf.reward.function import RewardFunction
 from rlhf.trainers.driver_state import DriverState
@@ -51,7 +53,8 @@ SETTINGS = (
 )
 
 
-def _prompts(folder: Path) -> None:
+def make_prompts(folder: Path) -> None:
+    """Rows of letters and a digit, in rows.jsonl."""
     draw = random.Random(7)
     rows = {}
     while len(rows) < 2000:
@@ -61,10 +64,16 @@ def _prompts(folder: Path) -> None:
     (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def _solved_before_and_after(folder: Path, groups: GroupFactory, reward: str) -> tuple[float, float]:
-    config = load(folder, *SETTINGS, f"name={reward}", f"reward.function=tests.trainers.rewards:{reward}")
+def solved_before_and_after(folder: Path, groups: GroupFactory, reward: str, *settings: str) -> tuple[float, float]:
+    """Share of held-out problems that the model solves before and after training on a reward, on each rank."""
+    config = load(folder, *SETTINGS, f"name={reward}", f"reward.function=tests.trainers.rewards:{reward}", *settings)
     loop = build_loop(config, ranks_here(folder / "runs" / reward, groups))
     assert isinstance(loop, PPOLoop)
+    with closing(loop.engine) if loop.engine else nullcontext():
+        return _train(loop, config)
+
+
+def _train(loop: PPOLoop, config: PPORunConfig) -> tuple[float, float]:
     evaluation = _honest(loop.evaluation)
     shares, state = [], DriverState.start(config)
     for step in range(STEPS + 1):
@@ -87,15 +96,19 @@ def _honest(evaluation: Evaluation) -> Evaluation:
     return replace(evaluation, scorer=replace(evaluation.scorer, function=true))
 
 
-def _check(folder: Path) -> None:
-    torch.set_num_threads(1)
-    groups = GroupFactory(device_backend="gloo", timeout=timedelta(seconds=120))
-    before, after = _solved_before_and_after(folder, groups, "same_parity")
+def check_learned(before: float, after: float) -> None:
+    """More than 15 points, and more than chance gives."""
     error = ((before * (1 - before) + after * (1 - after)) / HELD_OUT) ** 0.5
     if dist.get_rank() == 0:
         print(f"true rewards: {before:.3f} -> {after:.3f} (standard error {error:.3f})")
     assert after - before >= max(0.15, 2 * error), f"{before} -> {after}"
-    before, after = _solved_before_and_after(folder, groups, "same_parity_shuffled")
+
+
+def _check(folder: Path) -> None:
+    torch.set_num_threads(1)
+    groups = GroupFactory(device_backend="gloo", timeout=timedelta(seconds=120))
+    check_learned(*solved_before_and_after(folder, groups, "same_parity"))
+    before, after = solved_before_and_after(folder, groups, "same_parity_shuffled")
     if dist.get_rank() == 0:
         print(f"shuffled rewards: {before:.3f} -> {after:.3f}")
     assert after - before < 0.15, f"rewards tied to nothing taught something: {before} -> {after}"
@@ -105,5 +118,5 @@ def _check(folder: Path) -> None:
 @pytest.mark.slow
 def test_ppo_learns_a_toy_task_and_learns_nothing_from_shuffled_rewards(tmp_path: Path) -> None:
     make_files(tmp_path)
-    _prompts(tmp_path)
+    make_prompts(tmp_path)
     run_ranks(4, _check, tmp_path)

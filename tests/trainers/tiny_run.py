@@ -31,7 +31,7 @@ log: {{folder: {folder}/runs, tensorboard: false, console: plain}}
 """
 
 
-def make_files(folder: Path, *, num_layers: int = 3) -> None:
+def make_files(folder: Path, *, num_layers: int = 3, ffn_size: int = 56) -> None:
     """A random model with 4 KV heads, and a file of prompts of uneven lengths."""
     import transformers  # ranks that read the files need not wait for it
 
@@ -40,7 +40,7 @@ def make_files(folder: Path, *, num_layers: int = 3) -> None:
     config = transformers.Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=40,
-        intermediate_size=56,
+        intermediate_size=ffn_size,
         num_hidden_layers=num_layers,
         num_attention_heads=8,
         num_key_value_heads=4,

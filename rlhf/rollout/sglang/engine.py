@@ -2,8 +2,8 @@
 
 import json
 import os
-import pickle
 import shutil
+import socket
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from rlhf.config.rollout import RolloutConfig, SamplingConfig
-from rlhf.config.sglang import BY_SEED
 from rlhf.data.batch import PromptBatch, Rollout
-from rlhf.dist.job import environment_of_no_rank
 from rlhf.errors import EngineError
 from rlhf.families.registry import hf_config
 from rlhf.families.spec import ModelSpec
@@ -25,17 +23,17 @@ from rlhf.rollout.engine import ProgressFn
 from rlhf.rollout.feed import Feed, Work
 from rlhf.rollout.ledger import Ledger
 from rlhf.rollout.performance import PerformanceMonitor
-from rlhf.rollout.sglang.cpu import cpu_environment
 from rlhf.rollout.sglang.lasting import LastingSink
 from rlhf.rollout.sglang.layout import Sizes, sglang_layout
-from rlhf.rollout.sglang.meeting import environment_on_one_host
 from rlhf.rollout.sglang.memory import KV_CACHE, WEIGHTS, used_bytes
+from rlhf.rollout.sglang.nodes import Nodes
 from rlhf.rollout.sglang.process import HostPort, HostProcess
 from rlhf.rollout.sglang.run import Run
-from rlhf.rollout.sglang.server_args import ENVIRONMENT, NO_VERSION, Place, server_args
+from rlhf.rollout.sglang.server_args import NO_VERSION, Place
 from rlhf.rollout.sglang.sink import SchedulerSink, check_models
+from rlhf.rollout.sglang.start import environment_of, order_of, parties, place_of
 from rlhf.rollout.sglang.team import Team
-from rlhf.rollout.sglang.wire import Errand, Order
+from rlhf.rollout.sglang.wire import Errand, Party
 from rlhf.rollout.stopping import Decode
 from rlhf.rollout.submissions import Submissions, collect
 
@@ -46,9 +44,11 @@ _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.floa
 class SGLangEngine:
     """A `RolloutEngine` on SGLang; see there for the methods and `EngineFactory` for the arguments.
 
-    The engine's processes are children of the leader rank; without a `cpu_group` one process speaks for all tp ranks.
-    It starts from random weights and answers nothing before a first update, which comes in through `params`, a
-    `WindowSink` (or through `sinks`), and ends with `weights_updated`.
+    `host` names the machine of this rank; empty: by its host name.
+
+    The engine's processes are children of the leader rank, or, on another host, of its first rank there; without a
+    `cpu_group` one process speaks for all tp ranks. It starts from random weights and answers nothing before a first
+    update, which comes in through `params`, a `WindowSink` (or through `sinks`), and ends with `weights_updated`.
 
     A sample's tokens depend on its seed, not on the batch, for SGLang draws by a sampler of ours (`sampling.py`); up to
     rounding, since SGLang's matrix products on a row may depend on how many rows there are.
@@ -78,6 +78,7 @@ class SGLangEngine:
         log_folder: Path | None = None,
         performance: PerformanceMonitor | None = None,
         decode: Decode | None = None,
+        host: str = "",
     ) -> None:
         self._spec, self._config, self._run_seed, self._dtype = spec, config, run_seed, dtype
         self._eos_token_ids, self._on_progress, self._decode = eos_token_ids, on_progress, decode
@@ -93,10 +94,10 @@ class SGLangEngine:
         self._sinks: tuple[SchedulerSink, ...] = ()
         self._lasting: LastingSink | None = None
         self._port: HostPort | None = None
-        place = Place(device.type, *self._team.gpus(device), _DTYPE_NAMES[dtype])
+        nodes = self._team.nodes(device, host or socket.gethostname())
 
         def start() -> None:
-            self._team.together(lambda: self._start(place, log_folder))
+            self._start_hosts(nodes, device, log_folder)
             self._sinks = self._open_sinks(cpu_group, device)
             self._team.all(lambda: check_models(self._sinks))
             self._end_update(NO_VERSION)
@@ -256,8 +257,9 @@ class SGLangEngine:
 
     @property
     def host_pid(self) -> int:
-        """Process id of the host; on the leader."""
-        return self._alive.pid
+        """Process id of the host; on the leader, and on the first rank of another node that the engine lies on."""
+        assert self._host is not None, "another rank of this node has it"
+        return self._host.pid
 
     @property
     def _alive(self) -> HostProcess:
@@ -266,7 +268,7 @@ class SGLangEngine:
 
     def _open_sinks(self, cpu_group: ProcessGroup | None, device: torch.device) -> tuple[SchedulerSink, ...]:
         """This rank's sink; without a group those of all tp ranks, the leader's first."""
-        self._port = None if self._host is None else HostPort(self._host)
+        self._port = HostPort(self._alive) if self._team.is_leader else None
 
         def sink(tp_rank: int, others: tuple[SchedulerSink, ...] = ()) -> SchedulerSink:
             away = tp_rank - self._team.rank
@@ -327,33 +329,41 @@ class SGLangEngine:
             performance=self._performance,
         )
 
-    def _start(self, place: Place, log_folder: Path | None) -> None:
+    def _start_hosts(self, nodes: Nodes, device: torch.device, log_folder: Path | None) -> None:
+        dtype = _DTYPE_NAMES[self._dtype]
+        with parties(self._team, nodes) as party:
+            place = place_of(nodes, party, tp_rank=self._team.rank, device=device.type, dtype=dtype)
+            self._team.on_nodes(nodes, lambda: self._start(place, party, log_folder))
+
+    def _start(self, place: Place, party: Party | None, log_folder: Path | None) -> None:
         options, rank = self._config.sglang, dist.get_rank() if dist.is_initialized() else 0
-        self._folder = Path(tempfile.mkdtemp(prefix=f"rlhf_{os.getpid()}_engine_"))
+        self._folder = folder = Path(tempfile.mkdtemp(prefix=f"rlhf_{os.getpid()}_engine_"))
         # Requests say what ends them; left out, the family's own default would end them too (2 of every llama).
         described = hf_config(self._spec, dtype=place.dtype) | {"eos_token_id": None}
-        (self._folder / "config.json").write_text(json.dumps(described))
-        threads = max(1, torch.get_num_threads() * self._team.size // self._config.tp)
-        changes = ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
-        changes |= environment_on_one_host(self._folder)
-        if place.device == "cpu":
-            cores = sorted(os.sched_getaffinity(0))
-            changes |= cpu_environment(self._config.tp, leader=rank, threads=threads, cores=cores)
+        (folder / "config.json").write_text(json.dumps(described))
         self._host = HostProcess(
-            Order(
-                parent=os.getpid(),
-                cpu=place.device == "cpu",
-                server_args=server_args(
-                    self._spec, self._config, place=place, model_folder=self._folder, run_seed=self._run_seed
-                ),
-                by_seed=options.sampling_backend == BY_SEED,
-                decode=b"" if self._decode is None else pickle.dumps(self._decode),
+            order_of(
+                self._spec,
+                self._config,
+                place,
+                folder=folder,
+                run_seed=self._run_seed,
+                decode=self._decode,
+                party=party,
             ),
             python=options.python,
-            environment=environment_of_no_rank(**changes),
-            folder=self._folder,
-            log_path=(log_folder or self._folder) / f"engine_{rank}.log",
+            environment=environment_of(
+                place,
+                party,
+                first_rank=rank,
+                num_ranks=self._config.tp // place.num_nodes,
+                threads=max(1, torch.get_num_threads() * self._team.size // self._config.tp),
+                folder=folder,
+            ),
+            folder=folder,
+            log_path=(log_folder or folder) / f"engine_{rank}.log",
             start_limit_s=options.start_limit_s,
             reply_limit_s=options.reply_limit_s,
             on_wait=lambda: self._on_progress(0, 0) if self._on_progress else None,
+            open_files=() if party is None or party.listening is None else (party.listening,),
         )

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rlhf.rollout.sglang.board import HOST, Pulse, watch_children
+from rlhf.rollout.sglang.company import follow, lead, serve_member
 from rlhf.rollout.sglang.cpu import install_cpu_shim
 from rlhf.rollout.sglang.inside import LOADER, RPC, Entry, packed_errand, run_detokenizer, run_scheduler
 from rlhf.rollout.sglang.memory import GiveBack, TakeAgain
@@ -45,13 +46,21 @@ def main(fd: int) -> None:
     pulse = Pulse(HOST)
     watch_children()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's to handle
+    line, party = None, order.party
     try:
+        if party is not None and party.node:
+            line = follow(party)
+        elif party is not None:
+            lead(party)
         engine = start_engine(order)
         check_resolved(engine)
     except BaseException as error:  # noqa: BLE001  SystemExit of an argument parser too: all of it is told
         traceback.print_exc()
         channel.send(Reply(0, error=f"{type(error).__name__}: {error}"))
         os._exit(1)
+    if line is not None:
+        channel.send(Reply(0))
+        serve_member(engine, channel, line)
     # What was imported is no garbage; on CPUs SGLang looks through it at each flush of its cache, for 0.3 s.
     engine.loop.run_until_complete(engine.tokenizer_manager.freeze_gc())
     host = Host(engine, channel, tp_size=order.server_args["tp_size"], cpu=order.cpu)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlhf.rollout.sglang.board import Pulse, write_end
 from rlhf.rollout.sglang.cpu import install_cpu_shim
+from rlhf.rollout.sglang.meeting import meet_by_token
 from rlhf.rollout.sglang.parent import die_with_parent
 from rlhf.rollout.sglang.sampling import draw_by_seed, stop_by_strings
 from rlhf.rollout.sglang.wire import Errand, Outcome, SchedulerErrand, write_outcome
@@ -58,6 +59,7 @@ def _entered(run: Callable[..., None], cpu: bool, parent: int) -> Entry:
 def run_scheduler(by_seed: bool, decode: bytes, *args: Any, **kwargs: Any) -> None:
     """A scheduler process; `by_seed` and `decode` are those of `Order`, the fourth of SGLang's is its tp rank."""
     pulse = Pulse(f"scheduler tp {args[3]}")
+    meet_by_token()
     from sglang.srt.managers import scheduler  # noqa: PLC0415
 
     setattr(scheduler.Scheduler, RPC, _run_by_rpc)
@@ -141,11 +143,23 @@ def _run_by_rpc(scheduler: Any, payload: str) -> None:
 
 def _run(errand: Errand | SchedulerErrand, model: torch.nn.Module, scheduler: Any = None) -> None:
     """An exception in here would end the scheduler, and with it the engine; the leader rank is to decide that."""
-    from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415
-
     try:
         outcome = Outcome(errand.run(model) if hasattr(errand, "run") else errand.run_in(scheduler))
     except Exception as error:  # noqa: BLE001  see above
         traceback.print_exc()
         outcome = Outcome(error=f"{type(error).__name__}: {error}")
-    write_outcome(get_parallel().tp_rank, outcome)
+    _leave(outcome)
+
+
+def _leave(outcome: Outcome) -> None:
+    """Where the leader's host looks: those of schedulers on other hosts are brought to its own."""
+    from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415
+
+    parallel = get_parallel()
+    if parallel.nnodes == 1:
+        write_outcome(parallel.tp_rank, outcome)
+        return
+    found: list[Any] | None = [None] * parallel.tp_size if parallel.tp_rank == 0 else None
+    torch.distributed.gather_object(outcome, found, group=parallel.tp_group.cpu_group, group_dst=0)
+    for rank, one in enumerate(found or ()):
+        write_outcome(rank, one)

@@ -2,18 +2,68 @@
 
 SGLang would open torch's TCP store on every interface of the host, where anybody may read and write: through it
 strangers could become peers, whose pickles the schedulers read. Here an engine on one host meets by a file in its own
-folder, and gloo and NCCL listen on the loopback interface.
+folder, and gloo and NCCL listen on the loopback interface. Hosts of one engine meet at a `StoreServer` in its leader's
+host process, on the interface of the job and by a token that only the engine's processes know.
 """
 
+import json
+import secrets
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import torch.distributed as dist
+
+from rlhf.rollout.sglang.store import GuardedStore
+from rlhf.rollout.sglang.wire import Meeting
 
 LOOPBACK = "lo"
+SCHEME = "rlhf"
+"""Of the URL by which a scheduler's process group finds a meeting."""
+METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+
+
+def open_meeting(address: str) -> tuple[socket.socket, Meeting]:
+    """A socket that listens on this host's address, for a `StoreServer`, and what others must know; on the leader.
+
+    Raises:
+        OSError: The address is not this host's.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.create_server((address, 0), family=family, backlog=128)
+    return listening, Meeting(address, listening.getsockname()[1], secrets.token_hex(32))
 
 
 def environment_on_one_host(folder: Path) -> dict[str, str]:
     """Variables of the processes of an engine that lies on one host; `folder` is the engine's own, closed to others."""
     return {
-        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{folder / 'meeting'}",
+        METHOD: f"file://{folder / 'meeting'}",
         "GLOO_SOCKET_IFNAME": LOOPBACK,
         "NCCL_SOCKET_IFNAME": LOOPBACK,
     }
+
+
+def environment_on_several_hosts(folder: Path, meeting: Meeting) -> dict[str, str]:
+    """Variables of an engine's processes on one of its hosts; gloo and NCCL take the interfaces of the job.
+
+    The token is left in the folder, the engine's own there: arguments and variables of processes may be seen by more.
+    """
+    path = folder / "meeting"
+    path.touch(mode=0o600)
+    path.write_text(json.dumps(asdict(meeting)))
+    return {METHOD: f"{SCHEME}://{path}", "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}
+
+
+def meet_by_token() -> None:
+    """From now on this process's torch knows the URLs of `environment_on_several_hosts`."""
+    dist.register_rendezvous_handler(SCHEME, _meet)
+
+
+def _meet(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    parts = urlsplit(url)
+    meeting = Meeting(**json.loads(Path(parts.path).read_text()))
+    asked = parse_qs(parts.query)
+    yield GuardedStore(meeting.address, meeting.port, meeting.token), int(asked["rank"][0]), int(asked["world_size"][0])

@@ -48,6 +48,7 @@ class HostProcess:
         reply_limit_s: float,
         on_wait: Callable[[], None] = lambda: None,
         entry: str = HOST,
+        open_files: Sequence[int] = (),
     ) -> None:
         """Start it and wait until it is ready.
 
@@ -61,6 +62,7 @@ class HostProcess:
             reply_limit_s: A request without a sign of life for this long counts as hung.
             on_wait: Called again and again while it starts.
             entry: `module:function` that the process runs, with its end of the socket.
+            open_files: Descriptors that it gets, under the same numbers.
 
         Raises:
             EngineError: It could not start.
@@ -77,7 +79,7 @@ class HostProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), *open_files),
                 start_new_session=True,
                 env=environment | {"TMPDIR": str(folder)},
             )

@@ -38,6 +38,12 @@ class Place:
     gpu_step: int
     """From the GPU of one rank to that of the next; 1 on CPUs."""
     dtype: str
+    num_nodes: int = 1
+    """Hosts that it lies on."""
+    node: int = 0
+    """Which of them this is."""
+    meets_at: str = ""
+    """ADDRESS:PORT, where there are several."""
 
 
 def server_args(
@@ -75,6 +81,8 @@ def server_args(
     }
     if options.chunked_prefill_size:
         args["chunked_prefill_size"] = options.chunked_prefill_size
+    if place.num_nodes > 1:
+        args |= {"nnodes": place.num_nodes, "node_rank": place.node, "dist_init_addr": place.meets_at}
     if place.device == "cpu":
         check_cpu_options(options)
         check_cpu_sizes(spec, Sizes(config.tp, options.ep))

@@ -7,6 +7,7 @@ who may take part; the bytes themselves pass in the clear, as those of gloo and 
 The server also holds a line to each other host of the engine: it is told when one is gone.
 """
 
+import atexit
 import base64
 import contextlib
 import hmac
@@ -114,15 +115,16 @@ class GuardedStore(dist.Store):
         super().__init__()
         self._where, self._token = (address, port), token
         self._own = threading.local()
+        atexit.register(self.close)  # and so it lives as long as the process: torch's groups hold its C++ part alone
 
     def set(self, key: str, value: str | bytes) -> None:
         """See torch.distributed.Store; so with all the others."""
         self._ask("set", [key], value=_text(value))
 
     def get(self, key: str) -> bytes:  # noqa: D102
-        found = self._ask("get", [key], seconds=self.timeout.total_seconds())
+        found = self._ask("get", [key], seconds=self._limit.total_seconds())
         if found is None:
-            raise dist.DistStoreError(f"{key} did not come within {self.timeout}")
+            raise dist.DistStoreError(f"{key} did not come within {self._limit}")
         return _bytes(found)
 
     def add(self, key: str, value: int) -> int:  # noqa: D102
@@ -136,7 +138,7 @@ class GuardedStore(dist.Store):
         return bool(self._ask("check", keys))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # noqa: D102
-        limit = self.timeout if timeout is None else timeout
+        limit = self._limit if timeout is None else timeout
         if not self._ask("wait", keys, seconds=limit.total_seconds()):
             raise dist.DistStoreError(f"{', '.join(keys)} did not come within {limit}")
 
@@ -148,6 +150,17 @@ class GuardedStore(dist.Store):
 
     def clone(self) -> "GuardedStore":  # noqa: D102
         return GuardedStore(*self._where, self._token)
+
+    def close(self) -> None:
+        """Close this thread's connection."""
+        connected = getattr(self._own, "connected", None)
+        if connected is not None:
+            connected.close()
+
+    @property
+    def _limit(self) -> timedelta:
+        found: timedelta = self.timeout  # type: ignore[attr-defined]  # torch's stubs do without it
+        return found
 
     def _ask(self, verb: str, keys: list[str], **more: Any) -> Any:
         connected = getattr(self._own, "connected", None)

@@ -1,6 +1,5 @@
 """The ranks of one SGLang engine: the leader works, the others learn how it went."""
 
-import socket
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -8,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from rlhf.errors import EngineError, RlhfError
+from rlhf.errors import EngineError, EngineLostError, RlhfError
+from rlhf.rollout.sglang.nodes import Nodes, nodes_of
 
 T = TypeVar("T")
 
@@ -70,30 +70,44 @@ class Team:
                 if one is not None:
                     raise one
 
-    def gpus(self, device: torch.device) -> tuple[int, int]:
-        """(index of the leader's GPU, steps to the next rank's); (0, 1) on CPUs. Collective over the group.
+    def tell(self, value: T | None) -> T:
+        """The leader's value, on every rank. Collective over the group."""
+        told = [value]
+        if self._group is not None:
+            dist.broadcast_object_list(told, group=self._group, group_src=0)
+        assert told[0] is not None, "the leader has a value"
+        return told[0]
 
-        SGLang starts a process a rank itself, and is told only these two.
+    def on_nodes(self, nodes: Nodes, work: Callable[[], None]) -> None:
+        """Do something on the first rank of each node, at the same time. Collective over the group.
 
         Raises:
-            EngineError: The ranks do not lie on one host, or their GPUs not at equal steps.
+            EngineError: What the work raised on some of them, each with its node's name; on all ranks.
         """
-        places = [(socket.gethostname(), device.index or 0)]
+        told: list[EngineError | None] = [None] * self.size
+        if nodes.leads(self.rank):
+            try:
+                work()
+            except EngineError as error:
+                told[self.rank] = error
         if self._group is not None:
-            own, places = places[0], places * self.size
+            own, told = told[self.rank], [None] * self.size
+            dist.all_gather_object(told, own, group=self._group)
+        failed = {rank: error for rank, error in enumerate(told) if error is not None}
+        if len(nodes.parts) == 1 and failed:
+            raise failed[0]
+        if failed:
+            kind = EngineLostError if any(isinstance(one, EngineLostError) for one in failed.values()) else EngineError
+            raise kind("\n".join(f"{nodes.title(nodes.of(rank))}: {error}" for rank, error in failed.items()))
+
+    def nodes(self, device: torch.device, host: str) -> Nodes:
+        """On which hosts and GPUs the ranks lie; `host`: the name of this rank's. Collective over the group.
+
+        Raises:
+            LayoutError: SGLang cannot place its processes so.
+        """
+        own = (host, device.index or 0 if device.type == "cuda" else None)
+        places: list[tuple[str, int | None]] = [own] * self.size
+        if self._group is not None:
             dist.all_gather_object(places, own, group=self._group)
-        hosts, gpus = sorted({host for host, _ in places}), [index for _, index in places]
-        if len(hosts) > 1:
-            raise EngineError(
-                f"sglang engine: its {self.size} ranks lie on hosts {', '.join(hosts)}; needs all on one; lower "
-                "rollout.tp, or move rollout.first_rank"
-            )
-        if device.type == "cpu":
-            return 0, 1
-        step = gpus[1] - gpus[0] if self.size > 1 else 1
-        if step < 1 or gpus != list(range(gpus[0], gpus[0] + self.size * step, step)):
-            raise EngineError(
-                f"sglang engine: its ranks have GPUs {gpus}; needs equal steps upwards; move rollout.first_rank or "
-                "change rollout.stride"
-            )
-        return gpus[0], step
+        return nodes_of(places)

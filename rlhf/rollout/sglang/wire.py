@@ -7,7 +7,7 @@ import pickle
 import tempfile
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -36,6 +36,28 @@ class SchedulerErrand(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where processes of an engine on several hosts meet; see `rlhf/rollout/sglang/meeting.py`."""
+
+    address: str
+    port: int
+    token: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Party:
+    """One host's part of an engine on several."""
+
+    node: int
+    """Which of them, in the order of tp ranks; the first leads."""
+    titles: tuple[str, ...]
+    """What each is called in messages."""
+    meeting: Meeting
+    listening: int | None = None
+    """Descriptor of the socket of the meeting; on the first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Order:
     """How the host is to start its engine."""
 
@@ -47,6 +69,8 @@ class Order:
     """No GPU: the shim for CPUs comes first."""
     by_seed: bool = True
     """Schedulers draw by our sampler, not by SGLang's."""
+    party: Party | None = None
+    """Where the engine lies on several hosts."""
     decode: bytes = b""
     """Pickled `rlhf.rollout.stopping.Decode`, for the schedulers; empty: no strings can end a response."""
 

@@ -48,6 +48,19 @@ class Fails:
 
 
 @dataclass(frozen=True)
+class FailsOn:
+    """Raises on one rank."""
+
+    tp_rank: int
+
+    def run(self, model: torch.nn.Module) -> None:
+        from sglang.srt.runtime_context import get_parallel
+
+        if get_parallel().tp_rank == self.tp_rank:
+            raise ValueError("as asked")
+
+
+@dataclass(frozen=True)
 class Hangs:
     """Never comes back."""
 

@@ -32,6 +32,11 @@ def check_private(host_pid: int, folder: Path) -> None:
     found = addresses(processes)
     assert found, "gloo listens: an empty answer would be one that could not be read"
     assert all(ipaddress.ip_address(one).is_loopback for one in found), found
-    assert socket_folders(processes) == {folder}
+    check_closed(processes, folder)
+
+
+def check_closed(processes: list[psutil.Process], folder: Path) -> None:
+    """Unix sockets lie in the engine's folder, if there are any, and no other user gets there."""
+    assert socket_folders(processes) <= {folder}
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert folder.stat().st_uid == psutil.Process().uids().real

@@ -61,7 +61,7 @@ def test_who_waits_is_woken_by_another_and_a_waiting_thread_holds_up_nobody(wher
 
 
 def reduce(rank: int, where: tuple[str, int], folder: Path) -> None:
-    made = GuardedStore(*where, "secret")
+    made = dist.PrefixStore("a", GuardedStore(*where, "secret"))  # as torch does; nobody else holds the store
     dist.init_process_group("gloo", store=made, rank=rank, world_size=2)
     group = dist.new_group([0, 1])
     found = torch.tensor([1.0 + rank])

@@ -33,6 +33,7 @@ from tests.rollout.sglang.listeners import check_private
 CPU = torch.device("cpu")
 GREEDY = SamplingConfig(temperature=0.0, max_new_tokens=9)
 SAMPLED = SamplingConfig(temperature=1.2, top_p=0.9, max_new_tokens=9)
+LIMIT = timedelta(seconds=240)
 CLOSE = 1e-4
 """Of log-probs: fp32 in another order, and through experts of another kernel."""
 
@@ -65,7 +66,7 @@ class Case:
 class Engine:
     """This rank's part of the engine; nothing on ranks outside."""
 
-    def __init__(self, case: Case, factory: GroupFactory) -> None:
+    def __init__(self, case: Case, factory: GroupFactory, *, host: str = "") -> None:
         self._case = case
         group = factory.cpu_group([case.dst.ranks])
         self.is_mine = dist.get_rank() in case.dst.ranks
@@ -87,6 +88,7 @@ class Engine:
                 run_seed=3,
                 eos_token_ids=(),
                 log_folder=case.folder,
+                host=host,
             )
 
     @property
@@ -140,7 +142,7 @@ class Engine:
 def actor_into_engine(case: Case, with_megatron: bool, builds: Iterable[Built]) -> None:
     """All that is checked with one engine."""
     torch.set_num_threads(1)
-    factory = GroupFactory(device_backend="gloo", timeout=timedelta(seconds=240))
+    factory = GroupFactory(device_backend="gloo", timeout=LIMIT)
     everyone = factory.cpu_group([tuple(sorted({*case.src.ranks, *case.dst.ranks}))])
     engine = Engine(case, factory)
     first, second = case.answers

@@ -1,0 +1,102 @@
+"""What the ranks of the test of two nodes do: four ranks on two pretended hosts, an engine on the middle two."""
+
+import os
+import signal
+import socket
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlhf.config.rollout import RolloutConfig
+from rlhf.dist.groups import GroupFactory
+from rlhf.errors import EngineError, LayoutError
+from rlhf.reshard.topology import Link, Topology
+from rlhf.reshard.weight_sync import WeightSync
+from rlhf.rollout.sglang.engine import SGLangEngine
+from tests.reshard.toy import filled_params
+from tests.rollout.sglang.errands import FailsOn
+from tests.rollout.sglang.listeners import addresses, check_closed, tree
+from tests.rollout.sglang.weight_ranks import CPU, LIMIT, Case, Engine
+
+
+def engine_on_two_nodes(case: Case) -> None:
+    """All that is checked with one engine."""
+    torch.set_num_threads(1)
+    factory, rank = GroupFactory(device_backend="gloo", timeout=LIMIT), dist.get_rank()
+    interface, address = _interface()
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    everyone = factory.cpu_group([tuple(range(4))])
+    topology = Topology.blocks(4, ranks_per_node=2)
+    engine = Engine(case, factory, host=f"host{topology.nodes[rank]}")
+    sync = WeightSync(case.src, case.dst, topology=topology, group=everyone, bucket_bytes=60000, windowed=True)
+    assert sync.certificate is not None
+    processes: list[psutil.Process] = []
+    try:
+        for version, answers in enumerate(case.answers):
+            stats = sync.update_weights(filled_params(case.src, rank, answers.weights), engine.params)
+            assert stats.moved == stats.bound
+            assert 0 < stats.received[Link.ACROSS_NODES] == stats.far_bound
+            engine.check(answers, version)
+        if engine.is_mine:
+            processes = _each_node_has_its_host(engine.engine, address)
+            _what_fails_is_named(engine.engine)
+            _death_is_named(engine.engine)
+    finally:
+        if engine.is_mine:
+            engine.engine.close()
+    assert psutil.wait_procs(processes, timeout=10)[1] == []
+
+
+def _each_node_has_its_host(engine: SGLangEngine, address: str) -> list[psutil.Process]:
+    """With a scheduler; whatever listens does so on the interface of the job, or where no other user gets."""
+    processes = tree(engine.host_pid)
+    names = [" ".join(process.cmdline()) for process in processes]
+    assert sum("scheduler" in name for name in names) == 1
+    assert sum("detokenizer" in name for name in names) == (dist.get_rank() == 1)
+    assert addresses(processes) == {address}
+    check_closed(processes, engine._folder)
+    return processes
+
+
+def _what_fails_is_named(engine: SGLangEngine) -> None:
+    for tp_rank in (0, 1):
+        with pytest.raises(EngineError, match=f"tp rank {tp_rank}: ValueError: as asked"):
+            engine.ask_schedulers(FailsOn(tp_rank))
+
+
+def _death_is_named(engine: SGLangEngine) -> None:
+    if dist.get_rank() == 2:
+        os.kill(engine.host_pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=r"node 1 \(host host1\).*SIGKILL"):
+        engine.ask_schedulers(FailsOn(7))
+
+
+def _interface() -> tuple[str, str]:
+    """One that leads out of this machine, where there is one, and its address."""
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    found = [
+        (name, entry.address)
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET and name in up
+    ]
+    return max(found, key=lambda one: not one[1].startswith("127."))
+
+
+def uneven_nodes_are_refused() -> None:
+    """Nothing is started."""
+    group = GroupFactory(device_backend="gloo", timeout=LIMIT).cpu_group([(0, 1, 2)])
+    with pytest.raises(LayoutError, match="lie on hosts a, a, b; needs as many on each host"):
+        SGLangEngine(
+            None,  # not looked at before
+            RolloutConfig(engine="sglang", tp=3),
+            tp_group=group,
+            cpu_group=group,
+            device=CPU,
+            dtype=torch.float32,
+            run_seed=3,
+            eos_token_ids=(),
+            host="aab"[dist.get_rank()],
+        )

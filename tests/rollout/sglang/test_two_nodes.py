@@ -1,0 +1,23 @@
+"""One engine whose two ranks lie on two hosts, as far as it can tell: weights, answers, listeners, death, end."""
+
+from pathlib import Path
+
+import pytest
+
+from rlhf.config.parallel import ParallelConfig
+from tests.harness.ranks import run_ranks
+from tests.rollout.sglang.node_ranks import engine_on_two_nodes, uneven_nodes_are_refused
+from tests.rollout.sglang.test_weights import ALIGNED, case_of
+from tests.rollout.sglang.tiny import needs_sglang
+from tests.rollout.tiny import hf_model
+
+pytestmark = [*needs_sglang, pytest.mark.dist]
+
+
+def test_an_engine_on_two_nodes_answers_as_on_one_and_ends_when_either_does(tmp_path: Path) -> None:
+    case = case_of(hf_model("qwen3", **ALIGNED), tmp_path, ParallelConfig(tp=2, pp=2), first_rank=1, ep=1)
+    run_ranks(4, engine_on_two_nodes, case)
+
+
+def test_an_engine_with_more_ranks_on_one_node_than_on_the_other_is_refused_on_all_of_them() -> None:
+    run_ranks(3, uneven_nodes_are_refused)
