@@ -5,11 +5,11 @@ Runs in host processes; no engine of a part of its schedulers is of use.
 
 import os
 import socket
-import sys
 import threading
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
+from rlhf.rollout.sglang.board import write_end
 from rlhf.rollout.sglang.store import Line, StoreServer
 from rlhf.rollout.sglang.wire import Party, Reply
 
@@ -74,6 +74,6 @@ def _how_ended(pid: int) -> str | None:
 
 
 def _end(why: str) -> NoReturn:
-    """The log's last line; the leader rank shows it."""
-    sys.stderr.write(f"This engine ends, for a part of it is lost: {why}\n")
+    """Leave word for the rank that watches."""
+    write_end(os.getpid(), f"ended, for a part of its engine is lost: {why}")
     os._exit(1)

@@ -96,6 +96,8 @@ class SGLangEngine:
         self._port: HostPort | None = None
         nodes = self._team.nodes(device, host or socket.gethostname())
 
+        self._team.ask_witnesses(nodes, lambda: "" if self._host is None else self._host.witness())
+
         def start() -> None:
             self._start_hosts(nodes, device, log_folder)
             self._sinks = self._open_sinks(cpu_group, device)

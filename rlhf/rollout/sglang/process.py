@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhf.dist.ending import end_tree
 from rlhf.errors import EngineError, EngineLostError
-from rlhf.rollout.sglang.watch import EngineWatch, how_ended
+from rlhf.rollout.sglang.watch import STOPPED_LOOKS, EngineWatch, how_ended
 from rlhf.rollout.sglang.wire import Errand, Order, Reply, Request
 
 SLICE_S = 0.5
@@ -146,6 +146,18 @@ class HostProcess:
         self._process.wait()
         for pid in self._watch.living():  # of a host that has died before them
             end_tree(pid)
+
+    def witness(self) -> str:
+        """Which of its processes has ended or stopped, and how, when it is known that the engine is lost; "": none.
+
+        Waits a moment for one to end.
+        """
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=DYING_S)
+        code = self._process.poll()
+        own = "" if code is None else f"host (pid {self.pid}) {how_ended(code)}"
+        looks = [self._watch.fault(should_move=False) for _ in range(STOPPED_LOOKS)]
+        return self._watch.first_end() or own or looks[-1]
 
     @property
     def is_open(self) -> bool:

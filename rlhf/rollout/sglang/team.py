@@ -21,6 +21,12 @@ class Team:
         self.size = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
         self.is_leader = self.rank == 0
+        self._nodes: Nodes | None = None
+        self._witness: Callable[[], str] = str
+
+    def ask_witnesses(self, nodes: Nodes, witness: Callable[[], str]) -> None:
+        """From now on a loss is told with what the first rank of each other node has seen: `witness`, called there."""
+        self._nodes, self._witness = nodes, witness
 
     def together(self, work: Callable[[], T]) -> T | None:
         """Do something on the leader and give its value there, None elsewhere. Collective over the group.
@@ -44,11 +50,24 @@ class Team:
                 told = [error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")]
         if self._group is not None:
             dist.broadcast_object_list(told, group=self._group, group_src=0)
+        if isinstance(told[0], EngineLostError):
+            raise self._with_witnesses(told[0])
         if raised is not None:
             raise raised
         if told[0] is not None:
             raise told[0]
         return value
+
+    def _with_witnesses(self, error: EngineLostError) -> EngineLostError:
+        """The leader's error and what happened on other nodes, which may be its cause. Collective over the group."""
+        nodes = self._nodes
+        if nodes is None or len(nodes.parts) == 1:
+            return error
+        said = [""] * self.size
+        asked = nodes.leads(self.rank) and not self.is_leader
+        dist.all_gather_object(said, self._witness() if asked else "", group=self._group)
+        more = [f"{nodes.title(nodes.of(rank))}: {text}" for rank, text in enumerate(said) if text]
+        return EngineLostError("\n".join([str(error), *more]))
 
     def all(self, work: Callable[[], None]) -> None:
         """Do something on every rank of the engine. Collective over the group.

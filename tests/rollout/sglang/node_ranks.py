@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from rlhf.config.rollout import RolloutConfig
 from rlhf.dist.groups import GroupFactory
-from rlhf.errors import EngineError, LayoutError
+from rlhf.errors import EngineError, EngineLostError, LayoutError
 from rlhf.reshard.topology import Link, Topology
 from rlhf.reshard.weight_sync import WeightSync
 from rlhf.rollout.sglang.engine import SGLangEngine
@@ -69,7 +69,7 @@ def _what_fails_is_named(engine: SGLangEngine) -> None:
 def _death_is_named(engine: SGLangEngine) -> None:
     if dist.get_rank() == 2:
         os.kill(engine.host_pid, signal.SIGKILL)
-    with pytest.raises(EngineError, match=r"node 1 \(host host1\).*SIGKILL"):
+    with pytest.raises(EngineLostError, match=r"node 1 \(host host1\): host \(pid \d+\) was ended by SIGKILL"):
         engine.ask_schedulers(FailsOn(7))
 
 
