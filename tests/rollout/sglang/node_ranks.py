@@ -15,6 +15,7 @@ from rlhf.errors import EngineError, EngineLostError, LayoutError
 from rlhf.reshard.topology import Link, Topology
 from rlhf.reshard.weight_sync import WeightSync
 from rlhf.rollout.sglang.engine import SGLangEngine
+from rlhf.rollout.sglang.team import Team
 from tests.reshard.toy import filled_params
 from tests.rollout.sglang.errands import FailsOn
 from tests.rollout.sglang.listeners import addresses, check_closed, tree
@@ -100,3 +101,30 @@ def uneven_nodes_are_refused() -> None:
             eos_token_ids=(),
             host="aab"[dist.get_rank()],
         )
+
+
+def what_a_team_on_two_nodes_tells() -> None:
+    """Of its starts and of a loss, with fakes in the place of hosts."""
+    group, rank = GroupFactory(device_backend="gloo", timeout=LIMIT).cpu_group([(0, 1, 2, 3)]), dist.get_rank()
+    team = Team(group)
+    nodes = team.nodes(CPU, "aabb"[rank])
+    began: list[int] = []
+    team.on_nodes(nodes, lambda: began.append(rank))
+    assert began == ([rank] if rank in (0, 2) else [])
+
+    def fails() -> None:
+        raise (EngineLostError if rank else EngineError)(f"rank {rank} has no luck")
+
+    with pytest.raises(
+        EngineLostError, match=r"^node 0 \(host a\): rank 0 has no luck\nnode 1 .*: rank 2 has no luck$"
+    ):
+        team.on_nodes(nodes, fails)
+    team.ask_witnesses(nodes, lambda: f"seen by rank {rank}")
+
+    def lost() -> None:
+        raise EngineLostError("scheduler tp 0 raised")
+
+    with pytest.raises(EngineLostError, match=r"^scheduler tp 0 raised\nnode 1 \(host b\): seen by rank 2$"):
+        team.together(lost)
+    with pytest.raises(EngineError, match=r"^rank 0 has no luck$"):
+        team.together(fails)

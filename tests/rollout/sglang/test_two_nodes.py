@@ -6,7 +6,11 @@ import pytest
 
 from rlhf.config.parallel import ParallelConfig
 from tests.harness.ranks import run_ranks
-from tests.rollout.sglang.node_ranks import engine_on_two_nodes, uneven_nodes_are_refused
+from tests.rollout.sglang.node_ranks import (
+    engine_on_two_nodes,
+    uneven_nodes_are_refused,
+    what_a_team_on_two_nodes_tells,
+)
 from tests.rollout.sglang.test_weights import ALIGNED, case_of
 from tests.rollout.sglang.tiny import needs_sglang
 from tests.rollout.tiny import hf_model
@@ -21,3 +25,7 @@ def test_an_engine_on_two_nodes_answers_as_on_one_and_ends_when_either_does(tmp_
 
 def test_an_engine_with_more_ranks_on_one_node_than_on_the_other_is_refused_on_all_of_them() -> None:
     run_ranks(3, uneven_nodes_are_refused)
+
+
+def test_starts_that_fail_and_losses_are_told_with_their_nodes_on_all_ranks() -> None:
+    run_ranks(4, what_a_team_on_two_nodes_tells)
