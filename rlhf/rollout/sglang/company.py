@@ -28,7 +28,7 @@ def follow(party: Party) -> Line:
     """On another host: join the leader's, and end when it is gone.
 
     Raises:
-        ConnectionError: It cannot be reached, or does not know the token.
+        OSError: It cannot be reached, or does not know the token.
     """
     meeting = party.meeting
     line = Line(meeting.address, meeting.port, meeting.token, name=party.titles[party.node])

@@ -59,7 +59,10 @@ def place_of(nodes: Nodes, party: Party | None, *, tp_rank: int, device: str, dt
     """Where SGLang's processes of this rank's host run."""
     number = nodes.of(tp_rank)
     own = nodes.parts[number]
-    meets_at = "" if party is None else f"{party.meeting.address}:{party.meeting.port}"
+    meets_at = ""
+    if party is not None:
+        address = party.meeting.address
+        meets_at = f"{f'[{address}]' if ':' in address else address}:{party.meeting.port}"
     return Place(device, own.first_gpu, own.gpu_step, dtype, len(nodes.parts), number, meets_at)
 
 

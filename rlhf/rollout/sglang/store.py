@@ -25,6 +25,8 @@ import torch.distributed as dist
 
 HANDSHAKE_S = 20.0
 """Whoever has not proved by then that it knows the token is cut off."""
+ANSWER_S = 60.0
+"""How long a client waits for its part of that: the server's process may have its hands full, for it starts too."""
 _NONCE, _PROOF = 32, 32
 _SIZE = struct.Struct("<I")
 _LONGEST = 1 << 24
@@ -55,7 +57,7 @@ class StoreServer:
             _in_background(lambda one=connected: self._serve(one))  # type: ignore[misc]  # a default
 
     def _serve(self, connected: socket.socket) -> None:
-        with connected, contextlib.suppress(ConnectionError, TimeoutError, ValueError):
+        with connected, contextlib.suppress(OSError, ValueError):
             _prove(connected, self._token, is_server=True)
             while True:
                 asked = _receive(connected)
@@ -67,7 +69,7 @@ class StoreServer:
     def _hold(self, connected: socket.socket, name: str) -> None:
         """A member's line: silent until its last word, if it has the time for one."""
         word = ""
-        with contextlib.suppress(ConnectionError, TimeoutError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
             _send(connected, {})
             word = str(_receive(connected)["how"])
         self._on_lost(name, word)
@@ -173,18 +175,18 @@ class GuardedStore(dist.Store):
 class Line:
     """A member's line to the server: each end sees the other's end at once, or its host's within a minute."""
 
-    def __init__(self, address: str, port: int, token: str, *, name: str, patience_s: float = 60.0) -> None:
+    def __init__(self, address: str, port: int, token: str, *, name: str, patience_s: float = 300.0) -> None:
         """Join as `name`; the server may take `patience_s` to be there.
 
         Raises:
-            ConnectionError: It is not, or one side does not know the token.
+            OSError: It is not (ConnectionError: or one side does not know the token).
         """
         until = time.monotonic() + patience_s
         while True:
             try:
                 self._connected = _connect(address, port, token)
                 break
-            except ConnectionRefusedError:
+            except (ConnectionRefusedError, TimeoutError):
                 if time.monotonic() > until:
                     raise
                 time.sleep(0.2)
@@ -193,17 +195,17 @@ class Line:
 
     def await_end(self) -> None:
         """Returns when the server is gone."""
-        with contextlib.suppress(ConnectionError, TimeoutError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
             _receive(self._connected)
 
     def last_word(self, how: str) -> None:
         """Say how this member ended."""
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):
             _send(self._connected, {"how": how})
 
 
 def _connect(address: str, port: int, token: str) -> socket.socket:
-    connected = socket.create_connection((address, port), timeout=HANDSHAKE_S)
+    connected = socket.create_connection((address, port), timeout=ANSWER_S)
     try:
         _prove(connected, token, is_server=False)
     except BaseException:
@@ -222,7 +224,7 @@ def _prove(connected: socket.socket, token: str, *, is_server: bool) -> None:
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
         connected.setsockopt(socket.IPPROTO_TCP, option, value)
-    connected.settimeout(HANDSHAKE_S)
+    connected.settimeout(HANDSHAKE_S if is_server else ANSWER_S)
     own = os.urandom(_NONCE)
     if is_server:
         connected.sendall(own)
