@@ -1,21 +1,16 @@
 """The rollout engine on SGLang: its leader rank speaks to the host process, the other ranks stand by."""
 
-import json
-import os
 import shutil
 import socket
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from rlhf.config.rollout import RolloutConfig, SamplingConfig
 from rlhf.data.batch import PromptBatch, Rollout
 from rlhf.errors import EngineError
-from rlhf.families.registry import hf_config
 from rlhf.families.spec import ModelSpec
 from rlhf.reshard.layout import ModelLayout
 from rlhf.rollout.admission import check_can_stop
@@ -29,11 +24,11 @@ from rlhf.rollout.sglang.memory import KV_CACHE, WEIGHTS, used_bytes
 from rlhf.rollout.sglang.nodes import Nodes
 from rlhf.rollout.sglang.process import HostPort, HostProcess
 from rlhf.rollout.sglang.run import Run
-from rlhf.rollout.sglang.server_args import NO_VERSION, Place
+from rlhf.rollout.sglang.server_args import NO_VERSION
 from rlhf.rollout.sglang.sink import SchedulerSink, check_models
-from rlhf.rollout.sglang.start import environment_of, order_of, parties, place_of
+from rlhf.rollout.sglang.start import HostStart, parties
 from rlhf.rollout.sglang.team import Team
-from rlhf.rollout.sglang.wire import Errand, Party
+from rlhf.rollout.sglang.wire import Errand
 from rlhf.rollout.stopping import Decode
 from rlhf.rollout.submissions import Submissions, collect
 
@@ -97,9 +92,19 @@ class SGLangEngine:
         nodes = self._team.nodes(device, host or socket.gethostname())
 
         self._team.ask_witnesses(nodes, lambda: "" if self._host is None else self._host.witness())
+        hosts = HostStart(
+            spec=spec,
+            config=config,
+            device=device.type,
+            dtype=_DTYPE_NAMES[dtype],
+            run_seed=run_seed,
+            decode=decode,
+            log_folder=log_folder,
+            on_wait=lambda: on_progress(0, 0) if on_progress else None,
+        )
 
         def start() -> None:
-            self._start_hosts(nodes, device, log_folder)
+            self._start_hosts(hosts, nodes)
             self._sinks = self._open_sinks(cpu_group, device)
             self._team.all(lambda: check_models(self._sinks))
             self._end_update(NO_VERSION)
@@ -331,41 +336,10 @@ class SGLangEngine:
             performance=self._performance,
         )
 
-    def _start_hosts(self, nodes: Nodes, device: torch.device, log_folder: Path | None) -> None:
-        dtype = _DTYPE_NAMES[self._dtype]
-        with parties(self._team, nodes) as party:
-            place = place_of(nodes, party, tp_rank=self._team.rank, device=device.type, dtype=dtype)
-            self._team.on_nodes(nodes, lambda: self._start(place, party, log_folder))
+    def _start_hosts(self, start: HostStart, nodes: Nodes) -> None:
+        def begin() -> None:
+            self._folder = start.folder()
+            self._host = start.begin(self._folder, nodes, party, self._team)
 
-    def _start(self, place: Place, party: Party | None, log_folder: Path | None) -> None:
-        options, rank = self._config.sglang, dist.get_rank() if dist.is_initialized() else 0
-        self._folder = folder = Path(tempfile.mkdtemp(prefix=f"rlhf_{os.getpid()}_engine_"))
-        # Requests say what ends them; left out, the family's own default would end them too (2 of every llama).
-        described = hf_config(self._spec, dtype=place.dtype) | {"eos_token_id": None}
-        (folder / "config.json").write_text(json.dumps(described))
-        self._host = HostProcess(
-            order_of(
-                self._spec,
-                self._config,
-                place,
-                folder=folder,
-                run_seed=self._run_seed,
-                decode=self._decode,
-                party=party,
-            ),
-            python=options.python,
-            environment=environment_of(
-                place,
-                party,
-                first_rank=rank,
-                num_ranks=self._config.tp // place.num_nodes,
-                threads=max(1, torch.get_num_threads() * self._team.size // self._config.tp),
-                folder=folder,
-            ),
-            folder=folder,
-            log_path=(log_folder or folder) / f"engine_{rank}.log",
-            start_limit_s=options.start_limit_s,
-            reply_limit_s=options.reply_limit_s,
-            on_wait=lambda: self._on_progress(0, 0) if self._on_progress else None,
-            open_files=() if party is None or party.listening is None else (party.listening,),
-        )
+        with parties(self._team, nodes) as party:
+            self._team.on_nodes(nodes, begin)

@@ -37,6 +37,11 @@ def open_meeting(address: str) -> tuple[socket.socket, Meeting]:
     return listening, Meeting(address, listening.getsockname()[1], secrets.token_hex(32))
 
 
+def meeting_place(meeting: Meeting) -> str:
+    """ADDRESS:PORT, as SGLang wants it."""
+    return f"{f'[{meeting.address}]' if ':' in meeting.address else meeting.address}:{meeting.port}"
+
+
 def environment_on_one_host(folder: Path) -> dict[str, str]:
     """Variables of the processes of an engine that lies on one host; `folder` is the engine's own, closed to others."""
     return {

@@ -101,23 +101,30 @@ class Team:
         """Do something on the first rank of each node, at the same time. Collective over the group.
 
         Raises:
-            EngineError: What the work raised on some of them, each with its node's name; on all ranks.
+            EngineError, EngineLostError: What the work raised on some of them, each with its node's name, or something
+                else that they get as it was; on all ranks.
         """
-        told: list[EngineError | None] = [None] * self.size
+        failed: EngineError | None = None
+        raised: Exception | None = None
         if nodes.leads(self.rank):
             try:
                 work()
-            except EngineError as error:
-                told[self.rank] = error
+            except Exception as error:
+                if self._group is None:
+                    raise
+                raised = error
+                failed = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
+        told = [failed] * self.size
         if self._group is not None:
-            own, told = told[self.rank], [None] * self.size
-            dist.all_gather_object(told, own, group=self._group)
-        failed = {rank: error for rank, error in enumerate(told) if error is not None}
-        if len(nodes.parts) == 1 and failed:
-            raise failed[0]
-        if failed:
-            kind = EngineLostError if any(isinstance(one, EngineLostError) for one in failed.values()) else EngineError
-            raise kind("\n".join(f"{nodes.title(nodes.of(rank))}: {error}" for rank, error in failed.items()))
+            dist.all_gather_object(told, failed, group=self._group)
+        if raised is not None and not isinstance(raised, EngineError):
+            raise raised
+        errors = {rank: error for rank, error in enumerate(told) if error is not None}
+        if len(nodes.parts) == 1 and errors:
+            raise errors[0]
+        if errors:
+            kind = EngineLostError if any(isinstance(one, EngineLostError) for one in errors.values()) else EngineError
+            raise kind("\n".join(f"{nodes.title(nodes.of(rank))}: {error}" for rank, error in errors.items()))
 
     def nodes(self, device: torch.device, host: str) -> Nodes:
         """On which hosts and GPUs the ranks lie; `host`: the name of this rank's. Collective over the group.
