@@ -89,6 +89,10 @@ class LosableEngine(NativeEngine):
         self._submitted = []
         super().wake()
 
+    def close(self) -> None:
+        self._is_lost = False  # one that is lost can be closed too
+        super().close()
+
     @staticmethod
     def layout_of(spec: ModelSpec, config: RolloutConfig, *, dtype: str) -> ModelLayout:
         return NativeEngine.layout_of(spec, config, dtype=dtype)
