@@ -32,7 +32,7 @@ class MismatchConfig:
     """When a limit is passed, a few sequences are replayed and the cause is named, on the console and in the run's
     folder mismatch/; then warn goes on, stop ends the run with 3 before these samples are learned from."""
     float32: MismatchLimits = field(default_factory=lambda: MismatchLimits(mean=1e-4, max=1e-3))
-    """Limits where the actor is float32; single tokens of two right sides were seen up to 2e-5 apart."""
+    """Limits where the actor is float32; single tokens of two right sides were seen up to 3e-5 apart."""
     bfloat16: MismatchLimits = field(default_factory=lambda: MismatchLimits(mean=0.1, max=0.0))
     """Limits where the actor is bfloat16. Single tokens may differ by whole nats there; means of 0.04 were seen in a
     real model, of 0.09 in random ones with large logits."""
