@@ -116,16 +116,19 @@ class Run:
         )
 
     def _hear(self, wait_s: float, take_in: Callable[[Response], None]) -> None:
-        for told in self._host.hear(wait_s, verb=VERB if self._at_work else ""):
+        heard = self._host.hear(wait_s, verb=VERB if self._at_work else "")
+        # before any is looked at: one that is refused must not leave others to be waited for, which have come
+        responses = [one for told in heard if isinstance(told, Answers) for one in told.responses]
+        for response in responses:
+            self._at_work.remove(response.number)
+        for told in heard:
             if isinstance(told, Beat):
                 self._new_tokens = min(told.new_tokens, self._max_new_tokens * len(self._at_work))
             if isinstance(told, Reply) and told.error:
                 self._at_work.clear()  # nobody knows what became of them
                 raise EngineError(f"sglang engine: {told.error}; see the engine's log")
-            if isinstance(told, Answers):
-                for response in told.responses:
-                    self._at_work.remove(response.number)
-                    take_in(response)
+        for response in responses:
+            take_in(response)
         self._report()
 
     def _end(self, response: Response) -> None:

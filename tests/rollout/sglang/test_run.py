@@ -122,11 +122,14 @@ def test_a_feed_that_raises_leaves_the_host_idle(host):
     assert [row.tolist() for row in feed.by_sample().responses.rows()] == counting(prompts((5, 6)))
 
 
-def test_a_row_that_is_refused_is_named_and_the_host_can_go_on(host):
+@pytest.mark.parametrize("place", [8, 11])
+def test_a_row_that_is_refused_is_named_and_the_host_can_go_on(host, place):
+    """Rows 8 to 11 end in one message: the first of them, and the last."""
     batch = prompts((3,) * 20)
-    batch.tokens.values[3 * 11] = 99
-    with pytest.raises(EngineError, match="sample 1011: SGLang did not answer: ValueError: as asked"):
+    batch.tokens.values[3 * place] = 99
+    with pytest.raises(EngineError, match=f"sample {1000 + place}: SGLang did not answer: ValueError: as asked"):
         run(host, Scripted([Work(batch)]))
+    batch = prompts((3,) * 20)
     batch.tokens.values[3 * 11] = 200
     with pytest.raises(EngineError, match="sample 1011 has prompt token 200"):
         run(host, Scripted(one_by_one(batch)))
