@@ -25,15 +25,23 @@ class Answer:
     reason: FinishReason
 
 
-def answer_of(row: OwedRow, response: Response, *, max_new_tokens: int, version: str) -> Answer:
+def answer_of(
+    row: OwedRow, response: Response, *, max_new_tokens: int, version: str, may_be_aborted: bool = False
+) -> Answer:
     """A row's answer; `version` is that of the weights that must have made it, `max_new_tokens` that of the sampling.
 
     Raises:
-        EngineError: SGLang refused the row, it was made by other weights, or it was cut short.
+        EngineError: SGLang refused the row, it was made by other weights, or it was cut short. Out of memory for its
+            keys and values, SGLang aborts a row by itself, which must not pass for a response.
     """
     where = f"sglang engine: sample {row.sample_id}"
     if response.error:
         raise EngineError(f"{where}: SGLang did not answer: {response.error}; see the engine's log")
+    if response.reason == "abort" and not may_be_aborted:
+        raise EngineError(
+            f"{where} was aborted by SGLang, though nobody had asked for it; needs room for its keys and values; see "
+            "the engine's log, raise rollout.kv_cache_tokens"
+        )
     if others := sorted({name for name, _ in response.versions} - {version}):
         raise EngineError(
             f"{where} was made by weights of version {', '.join(others)}; needs those of the last update, {version}; "

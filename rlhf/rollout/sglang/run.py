@@ -48,7 +48,7 @@ class Run:
         self._limit = max_running + max(SURPLUS, max_running // 4)
         self._waiting = deque[Ask]()
         self._at_work: set[int] = set()
-        self._new_tokens = 0
+        self._new_tokens, self._is_aborting = 0, False
 
     def go(self) -> None:
         """Until the feed says otherwise; nothing is at work in the host afterwards.
@@ -133,7 +133,13 @@ class Run:
 
     def _end(self, response: Response) -> None:
         row = self._ledger.row(response.number)
-        answer = answer_of(row, response, max_new_tokens=self._max_new_tokens, version=self._version)
+        answer = answer_of(
+            row,
+            response,
+            max_new_tokens=self._max_new_tokens,
+            version=self._version,
+            may_be_aborted=self._is_aborting,
+        )
         self._new_tokens = max(0, self._new_tokens - answer.tokens.numel())
         report_times(self._ledger, response)
         self._ledger.end(
@@ -146,6 +152,7 @@ class Run:
         )
 
     def _abort(self, take_in: Callable[[Response], None]) -> None:
+        self._is_aborting = True
         self._host.tell("abort")
         while self._at_work:
             self._hear(ROUND_S, take_in)

@@ -35,7 +35,8 @@ def answers(fd: int) -> None:
 
 
 def samples(fd: int) -> None:
-    """Answers each request after three more turns of 5 ms, at most four at a time; refuses prompts that begin with 99.
+    """Answers each request after three more turns of 5 ms, at most four at a time; refuses prompts that begin with 99,
+    and aborts those that begin with 98 by itself.
 
     The tokens count on from the last one that came; the log-prob of token t is -t. Half the tokens on an abort.
     """
@@ -58,7 +59,9 @@ def samples(fd: int) -> None:
         ended = [ask for until, ask in running if until <= turn]
         running = [(until, ask) for until, ask in running if until > turn]
         if ended:
-            channel.send(Answers(tuple(_said(ask, 1.0) for ask in ended)))
+            channel.send(
+                Answers(tuple(_said(ask, 0.5 if unpack_tokens(ask.prompt)[0] == 98 else 1.0) for ask in ended))
+            )
 
 
 def _said(ask: Ask, share: float) -> Response:

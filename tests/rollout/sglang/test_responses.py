@@ -44,7 +44,7 @@ def ledger_with(work=None, *, performance=None):
 
 
 def end(ledger, row, response):
-    answer = answer_of(row, response, max_new_tokens=3, version="4")
+    answer = answer_of(row, response, max_new_tokens=3, version="4", may_be_aborted=True)
     ledger.end(row.number, answer.tokens, answer.logprobs, answer.reason)
 
 
@@ -97,7 +97,7 @@ def test_the_monitor_hears_of_rows_by_the_clock_of_the_host():
     times = (Times(0.0, 1.0, 3.0, 9.0), Times(received=2.0, ended=5.0), Times())
     for row, one, at in zip(rows, SAID, times, strict=True):
         report_times(ledger, replace(one, times=at))
-        answer = answer_of(row, one, max_new_tokens=3, version="4")
+        answer = answer_of(row, one, max_new_tokens=3, version="4", may_be_aborted=True)
         ends = at.ended if math.isfinite(at.ended) else None
         ledger.end(row.number, answer.tokens, answer.logprobs, answer.reason, cached_tokens=3, at=ends)
     seen = monitor.window()

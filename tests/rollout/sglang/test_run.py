@@ -122,6 +122,16 @@ def test_a_feed_that_raises_leaves_the_host_idle(host):
     assert [row.tolist() for row in feed.by_sample().responses.rows()] == counting(prompts((5, 6)))
 
 
+def test_a_row_that_nobody_stopped_is_no_response_when_sglang_aborts_it(host):
+    batch = prompts((3,) * 20)
+    batch.tokens.values[3 * 9] = 98
+    with pytest.raises(EngineError, match="sample 1009 was aborted by SGLang, though nobody had asked for it"):
+        run(host, Scripted([Work(batch)]))
+    feed = Scripted([Work(prompts((5, 6)))])
+    run(host, feed)
+    assert len(feed.by_sample()) == 2
+
+
 @pytest.mark.parametrize("place", [8, 11])
 def test_a_row_that_is_refused_is_named_and_the_host_can_go_on(host, place):
     """Rows 8 to 11 end in one message: the first of them, and the last."""
