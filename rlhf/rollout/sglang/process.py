@@ -142,8 +142,9 @@ class HostProcess:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-        end_tree(self._process.pid)
-        self._process.wait()
+        if self._process.returncode is None:  # else its pid may be another's by now
+            end_tree(self._process.pid)
+            self._process.wait()
         for pid in self._watch.living():  # of a host that has died before them
             end_tree(pid)
 

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from rlhf.errors import EngineError
+from rlhf.rollout.sglang import process
 from rlhf.rollout.sglang.process import HostProcess
 from rlhf.rollout.sglang.wire import Beat, Order, Reply
 
@@ -66,10 +67,10 @@ def test_a_host_that_dies_while_it_is_heard_is_named(tmp_path):
 
 def test_a_host_that_says_nothing_is_killed_and_named(tmp_path):
     host = start(tmp_path)
-    process = psutil.Process(host.pid)
+    itself = psutil.Process(host.pid)
     with pytest.raises(EngineError, match=r"engine_0: its host process has said nothing for 1 s while it was at hang"):
         host.call("hang")
-    assert not process.is_running()
+    assert not itself.is_running()
     with pytest.raises(EngineError, match="its processes have ended"):
         host.call("echo")
 
@@ -95,6 +96,14 @@ def test_a_host_that_does_not_start_says_why_and_is_gone(tmp_path, entry, limit_
     with pytest.raises(EngineError, match=message):
         start(tmp_path, entry, start_limit_s=limit_s)
     assert set(psutil.Process().children()) <= before
+
+
+def test_a_host_that_is_gone_is_not_ended_again_by_a_pid_that_may_be_anothers(tmp_path, monkeypatch):
+    host, ended = start(tmp_path), []
+    host.close()
+    monkeypatch.setattr(process, "end_tree", ended.append)
+    host.close()
+    assert ended == []
 
 
 def test_close_ends_what_the_host_began_and_no_other_child(tmp_path):
