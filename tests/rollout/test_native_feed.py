@@ -1,5 +1,6 @@
 """Rows fed to the native engine while it runs: exactly once, stopped, continued; on one rank and on two."""
 
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -11,6 +12,8 @@ from rlhf.data.batch import FinishReason, Provenance, Rollout
 from rlhf.dist.groups import GroupFactory
 from rlhf.errors import EngineError
 from rlhf.rollout.feed import Work
+from rlhf.rollout.ledger import Ledger
+from rlhf.rollout.native.intake import Intake
 from rlhf.rollout.performance import PerformanceMonitor
 from tests.harness.ranks import run_ranks
 from tests.rollout.feeds import Scripted, assert_same, one_by_one
@@ -208,6 +211,36 @@ def test_a_sample_submitted_twice_is_answered_for_each_attempt():
     for attempt in (0, 1):
         engine.submit(batch, SAMPLED, attempt=attempt)
     assert_same(engine.collect(), Rollout.concat([first, second]))
+
+
+class Said:
+    """Peers of two ranks, one after the other: what the leader says, the other one hears."""
+
+    size = 2
+
+    def __init__(self, said: list[torch.Tensor], *, is_leader: bool) -> None:
+        self.said, self.is_leader = said, is_leader
+
+    def share(self, numbers: torch.Tensor) -> torch.Tensor:
+        if not self.is_leader:
+            return self.said.pop(0)
+        self.said.append(numbers.clone())
+        return numbers
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_feed_that_raises_as_it_gets_stopped_rows_back_ends_the_run_on_all_ranks(fails):
+    ledger = Ledger(SAMPLED, vocab_size=131, kv_cache_tokens=100, run_seed=1, policy_version=0, where="native engine")
+    ledger.take(Work(prompts((5, 6))))
+    said, feed = list[torch.Tensor](), Scripted([])
+    if fails:
+        feed.done = lambda _: 1 / 0
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        Intake(Said(said, is_leader=True), feed, ledger, None).abort([])
+    with pytest.raises(EngineError, match="division by zero") if fails else nullcontext():
+        Intake(Said(said, is_leader=False), None, None, None).abort([])
+    assert said == []
+    assert fails or feed.by_sample().finish_reasons.tolist() == [FinishReason.ABORT] * 2
 
 
 def check_two_ranks() -> None:

@@ -79,8 +79,7 @@ class Intake:
             try:
                 orders = self._ask(*self._leads, ended, room=room, new_tokens=new_tokens, is_idle=is_idle)
             except Exception as error:
-                self._leads[1].give_up()
-                self._share(_FAILED, [], (0, 0), why=str(error) or type(error).__name__)
+                self._fail(error)
                 raise
             counts = self._leads[1].num_finished, self._leads[1].num_taken
             self._share(orders.verdict, orders.rows, counts)
@@ -89,14 +88,24 @@ class Intake:
         return orders
 
     def abort(self, ended: list[EndedRow]) -> None:
-        """Hand back what ran when the feed said ABORT, and all that waits. Not collective."""
+        """Hand back what ran when the feed said ABORT, and all that waits. Collective over the engine.
+
+        Raises:
+            EngineError: As `next`.
+        """
         if self._leads is None:
+            self._hear()
             return
         feed, ledger = self._leads
-        _end(ledger, ended)
-        for owed in ledger.owed():
-            ledger.end(owed.number, torch.empty(0, dtype=torch.int64), torch.empty(0), FinishReason.ABORT)
-        _hand_back(feed, ledger)
+        try:
+            _end(ledger, ended)
+            for owed in ledger.owed():
+                ledger.end(owed.number, torch.empty(0, dtype=torch.int64), torch.empty(0), FinishReason.ABORT)
+            _hand_back(feed, ledger)
+        except Exception as error:
+            self._fail(error)
+            raise
+        self._share(Verdict.ABORT, [], (ledger.num_finished, ledger.num_taken))
 
     def _ask(
         self, feed: Feed, ledger: Ledger, ended: list[EndedRow], *, room: int, new_tokens: int, is_idle: bool
@@ -115,6 +124,12 @@ class Intake:
             if rows or not is_idle or verdict != Verdict.GO_ON or time.monotonic() > until:
                 return Orders(verdict, rows)
             time.sleep(POLL_S)
+
+    def _fail(self, error: Exception) -> None:
+        """On the leader: the run ends here, on all ranks."""
+        assert self._leads is not None, "the leader has a feed"
+        self._leads[1].give_up()
+        self._share(_FAILED, [], (0, 0), why=str(error) or type(error).__name__)
 
     def _share(self, verdict: int, rows: list[Row], counts: tuple[int, int], *, why: str = "") -> None:
         """To the other ranks: a head of fixed size, and what it announces."""
