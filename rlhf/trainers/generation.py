@@ -3,6 +3,8 @@
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+import torch
+
 from rlhf.config.run import PPORunConfig
 from rlhf.data.batch import PromptBatch, Rollout
 from rlhf.data.prompts import PromptSource
@@ -102,9 +104,11 @@ class Generation:
     def _settle(self, state: DriverState, asked: tuple[int, ...], prompts: PromptBatch, reply: PoolReply) -> Generated:
         """Answers joined with the prompts that this rank now owns."""
         goes_on = self._config.rollout.tail == "continue"
-        self._begun = reply.begun if goes_on else Answers.empty()
         answered = reply.stats.engines > 0
         kept = reply.kept if answered else asked[: self._config.ppo.prompts_per_step]
+        # of the kept ones too, where nobody was asked; they are not asked again
+        goes_on_with = ~torch.isin(reply.begun.prompt_ids, torch.tensor(kept, dtype=torch.int64))
+        self._begun = reply.begun.select(goes_on_with.nonzero().flatten()) if goes_on else Answers.empty()
         owned = prompts if kept == asked else self._rows(kept)
         rollout = reply.answers.rollout(owned) if answered else Rollout.unanswered(owned)
         left = tuple(sorted({*asked} - {*kept}))
