@@ -12,6 +12,7 @@ each tp rank's own shard, with checksums at the end. Imports no Megatron for Hug
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -126,8 +127,8 @@ class GenerationEngine:
             n answers to the first prompt, then those to the next.
 
         Raises:
-            DataError: A prompt is empty, too long for the model, or a text where the folder has no tokenizer or no
-                chat template.
+            DataError: A prompt is no text and no token ids, empty, too long for the model, or a text where the folder
+                has no tokenizer or no chat template.
             EngineError: A token is outside the vocabulary, the engine has died, or its last `load` has failed.
         """
         engine, sampling = self._open_engine, sampling or SamplingConfig()
@@ -195,7 +196,7 @@ class GenerationEngine:
     def _tokens(self, number: int, prompt: str | Sequence[int], sampling: SamplingConfig, *, chat: bool) -> list[int]:
         assert self._weights is not None, "load comes first"
         assert self._texts is not None, "and reads the tokenizer"
-        found = self._texts.encode(number, prompt, chat=chat) if isinstance(prompt, str) else list(prompt)
+        found = self._texts.encode(number, prompt, chat=chat) if isinstance(prompt, str) else _token_ids(number, prompt)
         longest = self._weights.spec.max_length
         if not found:
             raise DataError(f"generate: prompt {number} is empty; needs at least one token; leave it out")
@@ -289,6 +290,17 @@ def open_engine(
         made.close()
         raise
     return made
+
+
+def _token_ids(number: int, prompt: Sequence[int]) -> list[int]:
+    """Python's integers or those of arrays; torch would cut off what is behind a point."""
+    try:
+        return [index(one) for one in prompt]
+    except TypeError as error:
+        raise DataError(
+            f"generate: prompt {number} is {prompt!r:.80}; needs a text or a list of token ids; change it, and put a "
+            "prompt that is alone in brackets"
+        ) from error
 
 
 def _open(folder: Path) -> Weights:

@@ -157,6 +157,9 @@ def test_prompts_that_cannot_be_answered_are_named(engine) -> None:
         ([[1], []], {}, "prompt 1 is empty"),
         ([[1] * 112], {}, r"prompt 0 has 112 tokens and may get max_new_tokens = 9 more; needs at most 120 together"),
         ("text", {}, "needs a list of prompts"),
+        ([1, 2], {}, "prompt 0 is 1; needs a text or a list of token ids"),
+        ([[1], [1.5, 2.0]], {}, r"prompt 1 is \[1\.5, 2\.0\]; needs a text or"),
+        ([[1], None], {}, "prompt 1 is None; needs a text or"),
         ([[1]], {"n": 0}, "n = 0; needs at least 1"),
     ):
         with pytest.raises(DataError, match=message):
