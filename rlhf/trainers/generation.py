@@ -45,6 +45,8 @@ class Generated:
     """On owners of rows."""
     left: tuple[int, ...] | None = None
     """Prompts to be asked again; the same on all owners of rows, None elsewhere."""
+    begun_tokens: int = 0
+    """Of responses that earlier steps began, those that this rank kept until now; other ranks may own their rows."""
     answered: bool = True
     """False where no engine could be asked, and the rows have no response."""
 
@@ -104,6 +106,7 @@ class Generation:
     def _settle(self, state: DriverState, asked: tuple[int, ...], prompts: PromptBatch, reply: PoolReply) -> Generated:
         """Answers joined with the prompts that this rank now owns."""
         goes_on = self._config.rollout.tail == "continue"
+        begun_tokens = self._begun.responses.values.numel()
         answered = reply.stats.engines > 0
         kept = reply.kept if answered else asked[: self._config.ppo.prompts_per_step]
         # of the kept ones too, where nobody was asked; they are not asked again
@@ -122,7 +125,7 @@ class Generation:
             tokens=versions.numel(),
             stale_tokens=int(((versions >= 0) & (versions != state.policy_version)).sum()),
         )
-        return Generated(rollout, part, left if goes_on else (), answered)
+        return Generated(rollout, part, left if goes_on else (), begun_tokens, answered)
 
     def _rows(self, prompt_ids: tuple[int, ...]) -> PromptBatch:
         """Of some prompts, those that this rank owns; prompt j of them belongs to owner j % num_owners."""

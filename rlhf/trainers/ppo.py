@@ -106,7 +106,11 @@ class PPOLoop:
                 shaped, self.models, config, kl_coef=state.kl_coef, owners=owners, owners_group=self.owners_group
             )
             mismatch = self.watch.look(
-                generated.rollout, experience.old_logprobs, state, left_out=self._is_left_out(sync)
+                generated.rollout,
+                experience.old_logprobs,
+                state,
+                left_out=self._is_left_out(sync),
+                begun_tokens=generated.begun_tokens,
             )
             reports = self._update(state, experience, owners)
             self.calls.flush()

@@ -119,6 +119,29 @@ def _all_checks(folder: Path) -> None:
     _dropped(folder, groups)
 
 
+def _whole_before(folder: Path) -> None:
+    """All responses are as long, so those that were not needed are whole when the first step ends."""
+    torch.set_num_threads(1)
+    groups = GroupFactory(device_backend="gloo", timeout=timedelta(seconds=60))
+    sampling = "rollout.sampling={max_new_tokens: 16, ignore_eos: true}"
+    whole = (sampling, "rollout.max_running=64", "rollout.kv_cache_tokens=4096")
+    strict = ("rollout.tail=continue", "rollout.oversample=1.0", "mismatch.on_breach=stop", "name=whole")
+    config = load(folder, *whole, *strict)
+    with _opened(config, groups) as loop:
+        state = DriverState.start(config)
+        for tokens, older in ((160, 0), (0, 160)):
+            with loop.timers.phase("step"):
+                state, _, part = loop.step(state)
+            assert part.mismatch is not None
+            assert (part.mismatch.tokens, part.mismatch.other_tokens, part.mismatch.breach) == (tokens, older, 0)
+
+
+@pytest.mark.dist
+def test_a_step_of_responses_that_were_whole_before_it_is_no_mismatch(tmp_path: Path) -> None:
+    make_files(tmp_path)
+    run_ranks(1, _whole_before, tmp_path)
+
+
 @pytest.mark.dist
 def test_more_prompts_than_a_step_needs_are_asked_and_what_is_left_over_goes_on_or_is_dropped(tmp_path: Path) -> None:
     make_files(tmp_path)

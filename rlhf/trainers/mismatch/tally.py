@@ -31,6 +31,8 @@ class Tally:
     """Compared."""
     other_tokens: int = 0
     """Drawn by another version, and so not compared."""
+    begun_tokens: int = 0
+    """Of responses that earlier steps began; so many of `other_tokens` may be theirs."""
     not_finite: int = 0
     """Compared tokens whose log-prob is not finite on one side; they count as `LOUDEST`."""
     absolute: float = 0.0
@@ -39,7 +41,7 @@ class Tally:
     kl: float = 0.0
 
     @staticmethod
-    def of(rollout: Rollout, old_logprobs: Tensor, policy_version: int) -> "Tally":
+    def of(rollout: Rollout, old_logprobs: Tensor, policy_version: int, *, begun_tokens: int = 0) -> "Tally":
         """Of this rank's rows; `old_logprobs` [sum T] are the trainer's."""
         counts = comparable(rollout, policy_version)
         drawn = int((rollout.provenance.values == Provenance.SAMPLED).sum())
@@ -50,6 +52,7 @@ class Tally:
         return Tally(
             tokens=difference.numel(),
             other_tokens=drawn - difference.numel(),
+            begun_tokens=begun_tokens,
             not_finite=int((~finite).sum()),
             absolute=float(apart.sum()),
             largest=float(apart.max()) if apart.numel() else 0.0,
@@ -61,6 +64,7 @@ class Tally:
         return Tally(
             tokens=self.tokens + other.tokens,
             other_tokens=self.other_tokens + other.other_tokens,
+            begun_tokens=self.begun_tokens + other.begun_tokens,
             not_finite=self.not_finite + other.not_finite,
             absolute=self.absolute + other.absolute,
             largest=max(self.largest, other.largest),
@@ -75,8 +79,11 @@ class Tally:
 
     @property
     def is_stale(self) -> bool:
-        """Engines answered, and not one token by the weights that they were sent."""
-        return self.other_tokens > 0 and self.tokens == 0
+        """Engines answered, and not one token by the weights that they were sent.
+
+        A step whose responses were all whole before it has none either, and is not stale.
+        """
+        return self.other_tokens > self.begun_tokens and self.tokens == 0
 
     def breach(self, limits: MismatchLimits) -> str:
         """Which limit is passed, in words; empty when none is."""

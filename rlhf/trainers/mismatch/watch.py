@@ -36,16 +36,20 @@ class MismatchWatch:
         self._limits = config.limits(dtype).at(replays.sampling.temperature)
         self._breaches = 0
 
-    def look(self, rollout: Rollout, old_logprobs: Ragged, state: DriverState, *, left_out: bool) -> MismatchMetrics:
+    def look(
+        self, rollout: Rollout, old_logprobs: Ragged, state: DriverState, *, left_out: bool, begun_tokens: int = 0
+    ) -> MismatchMetrics:
         """Compare the log-probs of this rank's rows with the trainer's; the same numbers on every rank.
 
         To be called while trainer and engines hold the same weights: after the sync and before the update. Collective
-        over the job. `left_out`: this rank's engine is known to hold wrong weights.
+        over the job. `left_out`: this rank's engine is known to hold wrong weights. `begun_tokens`: what this rank has
+        kept of responses that earlier steps began.
 
         Raises:
             MismatchError: A limit is passed and the policy is to stop. On all ranks, once the record is written.
         """
-        tallies = gather(Tally.of(rollout, old_logprobs.values, state.policy_version), self._replays.group)
+        mine = Tally.of(rollout, old_logprobs.values, state.policy_version, begun_tokens=begun_tokens)
+        tallies = gather(mine, self._replays.group)
         total = sum(tallies, Tally())
         breach = total.breach(self._limits)
         if breach:

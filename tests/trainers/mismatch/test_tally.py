@@ -69,6 +69,9 @@ def test_not_one_token_of_this_step_is_a_breach_whatever_the_limits():
     assert tally.is_stale
     assert "none of 4 tokens" in tally.breach(NO_LIMIT)
     assert not Tally().is_stale  # nobody was asked
+    for begun_tokens, is_stale in ((3, True), (4, False), (9, False)):  # more: of rows that are not among these
+        part = Tally.of(rollout(versions=(2, 2, 2, 2)), torch.zeros(4), 3, begun_tokens=begun_tokens)
+        assert (part + Tally()).is_stale == is_stale
     assert Tally().breach(NO_LIMIT) == ""
 
 
