@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlhf.data.record import PromptRecord
@@ -72,6 +74,29 @@ def test_a_peer_that_fails_is_named_and_left_out_and_ours_is_not(tmp_path: Path,
         assert "broken by request" in said
         with pytest.raises(SideError, match="ours: ended"):
             take_turns([ours], 1, {"fail": "ours"}, Report(), warm_up={})
+
+
+def test_a_side_that_is_stopped_dies_with_a_benchmark_that_is_killed(tmp_path: Path) -> None:
+    caller = f"""
+import sys, time
+from pathlib import Path
+from tools.benchmarks.side import Side
+made = Side("side", [sys.executable, "-c", {ANSWERS!r}, "side", "1.0"], threads=1, folder=Path({str(tmp_path)!r}))
+print(made._process.pid, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", caller], cwd=REPO, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            found = psutil.Process(int(process.stdout.readline()))
+            until = time.monotonic() + 10
+            while found.status() != psutil.STATUS_STOPPED and time.monotonic() < until:
+                time.sleep(0.01)
+            assert found.status() == psutil.STATUS_STOPPED
+        finally:
+            process.kill()
+    _, alive = psutil.wait_procs([found], timeout=10)
+    assert not alive
 
 
 def test_a_library_that_is_not_there_is_named(tmp_path: Path) -> None:

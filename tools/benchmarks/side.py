@@ -4,6 +4,7 @@ All sides stay alive while they are compared and take turns, so that what else t
 it is not its turn a side is stopped, for some wait by spinning.
 """
 
+import ctypes
 import json
 import os
 import select
@@ -19,6 +20,7 @@ from typing import Any, Self, TextIO
 
 from tools.benchmarks.measure import PeakMemory
 
+_PR_SET_PDEATHSIG = 1
 REPO = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 180.0
 """Longest start of a side: imports and loading."""
@@ -134,8 +136,10 @@ def serve(start: Callable[[], tuple[Handler, Mapping[str, str]]]) -> None:
     """The side's end: start it, then answer requests until there are none.
 
     `start` imports and loads what is measured, and gives the handler and the versions of the libraries. What it
-    prints goes to the log, for the answers have stdout to themselves.
+    prints goes to the log, for the answers have stdout to themselves. The process dies with the one that began it.
     """
+    # A side is stopped most of the time, and would not see the end of its requests.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:
