@@ -60,8 +60,14 @@ class Destination:
     def params(self) -> Mapping[str, Tensor]:
         return self._params
 
+    def wake_weights(self) -> None:
+        """Nothing is ever given back."""
+
     def weights_updated(self, policy_version: int) -> None:
         self.version = policy_version
+
+    def wake(self) -> None:
+        """As above."""
 
 
 class Pair:

@@ -165,6 +165,8 @@ def _critic_alone(loop: PPOLoop, experience: Experience, folder: Path, groups: G
 def _mismatch(loop: PPOLoop, state: DriverState, group: dist.ProcessGroup) -> float:
     """Largest difference between the engine's log-probs of fresh samples and the trainer's, over all ranks."""
     with loop.phases.rollout():
+        if loop.engine is not None:
+            loop.engine.wake()  # as at the end of a sync
         generated = loop.generation.step(state)
     assert generated is not None
     rollout = generated.rollout

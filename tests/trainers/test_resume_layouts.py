@@ -87,8 +87,8 @@ def gone_on_with(
 
 
 def metrics(folder: Path, name: str, after: int, until: int) -> list[dict[str, float]]:
-    """Of some steps, without clocks, rounding differences and bytes of syncs."""
-    left_out = ("time/", "rate/", "rollout/", "clock/", "sync/", "mismatch/")
+    """Of some steps, without clocks, rounding differences, and bytes of syncs and of caches."""
+    left_out = ("time/", "rate/", "rollout/", "clock/", "sync/", "engines/", "mismatch/")
     return [
         {key: value for key, value in line.items() if not key.startswith(left_out)}
         for line in lines(folder / "runs" / name / "metrics.jsonl", after, until)

@@ -13,8 +13,6 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from rlhf.config.checks import refuse
 from rlhf.config.sglang import BY_SEED, SGLangConfig
 from rlhf.errors import LayoutError
@@ -136,6 +134,8 @@ def install_cpu_shim() -> None:
 
     AMX is off, also where the CPU has it: its kernels repack the weights.
     """
+    import torch  # noqa: PLC0415  what is refused is known without it
+
     torch.cpu._is_amx_tile_supported = lambda: False  # type: ignore[attr-defined]
     missing = [name for name in OPTIONAL if not _can_import(name)]
     if "torchvision" in missing:

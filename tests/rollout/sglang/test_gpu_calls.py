@@ -18,6 +18,7 @@ from rlhf.reshard.windows import NUM_REGIONS
 from rlhf.rollout.sglang import regions
 from rlhf.rollout.sglang.host import Host, check_resolved, start_engine
 from rlhf.rollout.sglang.inside import run_scheduler
+from rlhf.rollout.sglang.nodes import Node, Nodes
 from rlhf.rollout.sglang.server_args import Place, server_args
 from rlhf.rollout.sglang.team import Team
 from rlhf.rollout.sglang.wire import Order
@@ -129,4 +130,4 @@ def test_a_gpu_that_the_scheduler_does_not_see_is_named(monkeypatch: pytest.Monk
 
 
 def test_an_engine_of_one_rank_takes_that_ranks_gpu() -> None:
-    assert Team(None).gpus(torch.device("cuda", 5)) == (5, 1)
+    assert Team(None).nodes(torch.device("cuda", 5), "here") == Nodes((Node("here", 5, 1),), 1)

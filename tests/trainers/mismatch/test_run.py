@@ -94,7 +94,8 @@ def _warns_and_goes_on(folder: Path, settings: tuple[str, ...]) -> None:
             loop.reporter.step_done(began, part, experience.scored, None)
             assert part.mismatch is not None
             assert (part.mismatch.breach, part.mismatch.tokens) == (float(bool(cause)), 70), (step, part.mismatch)
-            assert (abs(part.mismatch.ratio - 1.0) < 1e-4) != bool(cause)
+            assert (part.mismatch.kl < 1e-6) != bool(cause), (step, part.mismatch)
+            assert cause or abs(part.mismatch.ratio - 1.0) < 1e-4, (step, part.mismatch)
             if dist.get_rank() == 0:
                 found = records / f"step_{step:06d}.json"
                 # The third breach is told by the metric alone: a triage follows the first, second, fourth, ...
