@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from rlhf.config.rollout import RolloutConfig
 from rlhf.dist.grid import Grid
 from rlhf.preflight.text import spans, table
-from rlhf.rollout.sglang.nodes import nodes_of
+from rlhf.rollout.sglang.multi_host.nodes import nodes_of
 
 FEW_RANKS = 16
 """Up to so many ranks the table has a line for each."""

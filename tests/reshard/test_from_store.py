@@ -12,11 +12,11 @@ from rlhf.reshard.from_store import fill
 from rlhf.reshard.layout import Box, ModelLayout
 from rlhf.rollout.native.layout import native_layout
 from rlhf.rollout.sglang.layout import Sizes, padding_elements, sglang_layout
-from rlhf.rollout.sglang.sink import SchedulerSink, check_models
+from rlhf.rollout.sglang.weights.sink import SchedulerSink, check_models
 from tests.reshard.toy import full_tensors
 from tests.rollout.schedulers import ThreadPort, model_of
-from tests.rollout.test_sglang_layout import SPECS
-from tests.rollout.test_sglang_loader import check_holds
+from tests.rollout.sglang.test_layout import SPECS
+from tests.rollout.sglang.weights.test_loader import check_holds
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import torch
 
 from rlhf.families.spec import ModelSpec
 from rlhf.rollout.sglang.layout import Sizes, param_shapes
-from rlhf.rollout.sglang.loader import ServeTransfer
+from rlhf.rollout.sglang.weights.loader import ServeTransfer
 
 
 class _Linear(torch.nn.Module):

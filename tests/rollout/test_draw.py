@@ -7,7 +7,7 @@ import torch
 
 from rlhf.rollout.draw import Cuts, block_sums, draw
 from rlhf.rollout.seeds import sample_seed, uniforms
-from rlhf.rollout.sglang.sampling import tokens_by_seed
+from rlhf.rollout.sglang.inside.sampling import tokens_by_seed
 
 VOCAB = 1920
 ALL = 1 << 30

@@ -18,16 +18,16 @@ from rlhf.rollout.engine import ProgressFn
 from rlhf.rollout.feed import Feed, Work
 from rlhf.rollout.ledger import Ledger
 from rlhf.rollout.performance import PerformanceMonitor
-from rlhf.rollout.sglang.lasting import LastingSink
 from rlhf.rollout.sglang.layout import Sizes, sglang_layout
+from rlhf.rollout.sglang.life.process import HostPort, HostProcess
 from rlhf.rollout.sglang.memory import KV_CACHE, WEIGHTS, used_bytes
-from rlhf.rollout.sglang.nodes import Nodes
-from rlhf.rollout.sglang.process import HostPort, HostProcess
+from rlhf.rollout.sglang.multi_host.nodes import Nodes
 from rlhf.rollout.sglang.run import Run
 from rlhf.rollout.sglang.server_args import NO_VERSION
-from rlhf.rollout.sglang.sink import SchedulerSink, check_models
 from rlhf.rollout.sglang.start import HostStart, parties
 from rlhf.rollout.sglang.team import Team
+from rlhf.rollout.sglang.weights.lasting import LastingSink
+from rlhf.rollout.sglang.weights.sink import SchedulerSink, check_models
 from rlhf.rollout.sglang.wire import Errand
 from rlhf.rollout.stopping import Decode
 from rlhf.rollout.submissions import Submissions, collect

@@ -12,7 +12,7 @@ from rlhf.errors import EngineError
 from rlhf.rollout.engine import ProgressFn
 from rlhf.rollout.feed import Feed, Verdict
 from rlhf.rollout.ledger import Ledger, OwedRow
-from rlhf.rollout.sglang.process import HostProcess
+from rlhf.rollout.sglang.life.process import HostProcess
 from rlhf.rollout.sglang.responses import answer_of, report_times
 from rlhf.rollout.sglang.server_args import sampling_args
 from rlhf.rollout.sglang.wire import Answers, Ask, Beat, Reply, Response, pack_tokens

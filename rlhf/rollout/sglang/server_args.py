@@ -12,9 +12,9 @@ from rlhf.families.spec import ModelSpec
 from rlhf.rollout.seeds import shifted
 from rlhf.rollout.sglang.arguments import check_names
 from rlhf.rollout.sglang.cpu import check_cpu_options, check_cpu_sizes, cpu_args
-from rlhf.rollout.sglang.inside import LOADER
+from rlhf.rollout.sglang.inside.entries import LOADER
+from rlhf.rollout.sglang.inside.sampling import BACKEND, BEGUN, STOP
 from rlhf.rollout.sglang.layout import Sizes
-from rlhf.rollout.sglang.sampling import BACKEND, BEGUN, STOP
 
 SPARE_TOKENS = 64
 """SGLang keeps some room of its cache and of a sequence's length to itself; `rollout.kv_cache_tokens` is all ours."""

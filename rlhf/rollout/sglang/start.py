@@ -21,14 +21,14 @@ from rlhf.errors import EngineError
 from rlhf.families.registry import hf_config
 from rlhf.families.spec import ModelSpec
 from rlhf.rollout.sglang.cpu import cpu_environment
-from rlhf.rollout.sglang.meeting import (
+from rlhf.rollout.sglang.life.process import HostProcess
+from rlhf.rollout.sglang.multi_host.meeting import (
     environment_on_one_host,
     environment_on_several_hosts,
     meeting_place,
     open_meeting,
 )
-from rlhf.rollout.sglang.nodes import WHERE, Nodes
-from rlhf.rollout.sglang.process import HostProcess
+from rlhf.rollout.sglang.multi_host.nodes import WHERE, Nodes
 from rlhf.rollout.sglang.server_args import ENVIRONMENT, Place, server_args
 from rlhf.rollout.sglang.team import Team
 from rlhf.rollout.sglang.wire import Order, Party

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from rlhf.errors import EngineError, EngineLostError, RlhfError
-from rlhf.rollout.sglang.nodes import Nodes, nodes_of
+from rlhf.rollout.sglang.multi_host.nodes import Nodes, nodes_of
 
 T = TypeVar("T")
 

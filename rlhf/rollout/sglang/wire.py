@@ -37,7 +37,7 @@ class SchedulerErrand(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where processes of an engine on several hosts meet; see `rlhf/rollout/sglang/meeting.py`."""
+    """Where processes of an engine on several hosts meet; see `rlhf/rollout/sglang/multi_host/meeting.py`."""
 
     address: str
     port: int

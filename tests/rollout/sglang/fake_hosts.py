@@ -9,7 +9,7 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from rlhf.rollout.sglang.board import HOST, Pulse, read_entries, watch_children
+from rlhf.rollout.sglang.life.board import HOST, Pulse, read_entries, watch_children
 from rlhf.rollout.sglang.wire import Answers, Ask, Beat, Reply, Response, pack_logprobs, pack_tokens, unpack_tokens
 
 
@@ -99,7 +99,7 @@ def crashes(fd: int) -> None:
 ROLES = ("scheduler tp 0", "scheduler tp 1", "detokenizer")
 CHILD = """
 import os, signal, sys, time
-from rlhf.rollout.sglang.board import Pulse
+from rlhf.rollout.sglang.life.board import Pulse
 role, parent = sys.argv[1], os.getppid()
 pulse, moves = Pulse(role), True
 def hang(*_):

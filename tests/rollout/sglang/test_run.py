@@ -10,7 +10,7 @@ from rlhf.rollout.feed import Load, Work
 from rlhf.rollout.ledger import Ledger
 from rlhf.rollout.sglang.run import SURPLUS, Run
 from tests.rollout.feeds import Scripted, one_by_one
-from tests.rollout.sglang.test_process import start
+from tests.rollout.sglang.life.test_process import start
 from tests.rollout.tiny import prompts
 
 SAMPLING = SamplingConfig(max_new_tokens=6)

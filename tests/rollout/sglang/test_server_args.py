@@ -13,8 +13,8 @@ from rlhf.errors import ConfigError, LayoutError
 from rlhf.families.registry import spec_of
 from rlhf.rollout.seeds import sample_seed, uniforms
 from rlhf.rollout.sglang.cpu import check_cpu_sizes, cpu_environment
+from rlhf.rollout.sglang.inside.sampling import BEGUN, STOP
 from rlhf.rollout.sglang.layout import Sizes
-from rlhf.rollout.sglang.sampling import BEGUN, STOP
 from rlhf.rollout.sglang.server_args import Place, sampling_args, server_args
 from tests.rollout.tiny import hf_model
 

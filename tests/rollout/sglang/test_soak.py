@@ -11,8 +11,8 @@ from rlhf.rollout.sglang.layout import sglang_layout
 from tests.harness.ranks import run_ranks
 from tests.reshard.gloo import as_table
 from tests.rollout.sglang.soak_ranks import soak
+from tests.rollout.sglang.test_layout import SPECS
 from tests.rollout.sglang.tiny import needs_sglang
-from tests.rollout.test_sglang_layout import SPECS
 
 pytestmark = [*needs_sglang, pytest.mark.dist]
 

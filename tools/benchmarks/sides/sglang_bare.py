@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf.rollout.sglang.cpu import cpu_args, cpu_environment, install_cpu_shim
-from rlhf.rollout.sglang.inside import Entry
+from rlhf.rollout.sglang.inside.entries import Entry
 from tools.benchmarks.measure import timed
 from tools.benchmarks.side import Handler, serve
 from tools.benchmarks.work import KV_TOKENS, MOST_RUNNING

@@ -8,7 +8,7 @@ from torch import Tensor
 from rlhf.errors import EngineLostError
 from rlhf.reshard.checksum import Place
 from rlhf.reshard.windows import NUM_REGIONS, Manifest
-from rlhf.rollout.sglang.sink import SchedulerSink
+from rlhf.rollout.sglang.weights.sink import SchedulerSink
 
 T = TypeVar("T")
 

@@ -15,14 +15,14 @@ from rlhf.config.rollout import RolloutConfig
 from rlhf.config.sglang import SGLangConfig
 from rlhf.errors import EngineError
 from rlhf.reshard.windows import NUM_REGIONS
-from rlhf.rollout.sglang import regions
-from rlhf.rollout.sglang.host import Host, check_resolved, start_engine
-from rlhf.rollout.sglang.inside import run_scheduler
-from rlhf.rollout.sglang.nodes import Node, Nodes
+from rlhf.rollout.sglang.inside.entries import run_scheduler
+from rlhf.rollout.sglang.inside.host import Host, check_resolved, start_engine
+from rlhf.rollout.sglang.multi_host.nodes import Node, Nodes
 from rlhf.rollout.sglang.server_args import Place, server_args
 from rlhf.rollout.sglang.team import Team
+from rlhf.rollout.sglang.weights import regions
 from rlhf.rollout.sglang.wire import Order
-from tests.rollout.sglang.gpu_standins import CudaTorch, Recorder, recording_sglang
+from tests.rollout.sglang.inside.gpu_standins import CudaTorch, Recorder, recording_sglang
 from tests.rollout.sglang.test_server_args import SPEC
 
 

@@ -19,10 +19,10 @@ from rlhf.errors import EngineError, LayoutError, WeightSyncError
 from rlhf.reshard.cells import Cells
 from rlhf.reshard.checksum import Place, Weighted, sums_in, twice
 from rlhf.reshard.layout import Box, ParamLayout
-from rlhf.rollout.sglang.channel import Channel, knock
 from rlhf.rollout.sglang.layout import folded
-from rlhf.rollout.sglang.manifest import Coming, as_box, read_manifest
-from rlhf.rollout.sglang.regions import attach
+from rlhf.rollout.sglang.weights.channel import Channel, knock
+from rlhf.rollout.sglang.weights.manifest import Coming, as_box, read_manifest
+from rlhf.rollout.sglang.weights.regions import attach
 
 _ATTRIBUTE = "rlhf_loading"
 """Where a model keeps its `Loading` between transfers."""

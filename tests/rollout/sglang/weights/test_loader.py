@@ -26,15 +26,15 @@ from rlhf.reshard.routes import Routes
 from rlhf.reshard.topology import Topology
 from rlhf.reshard.transport import MemoryHub
 from rlhf.reshard.windows import Manifest
-from rlhf.rollout.sglang import regions
-from rlhf.rollout.sglang.channel import Door, knock
 from rlhf.rollout.sglang.layout import Sizes, padding_elements, sglang_layout
-from rlhf.rollout.sglang.loader import _Transfer as Transfer
-from rlhf.rollout.sglang.loader import own_params
-from rlhf.rollout.sglang.sink import SchedulerSink
+from rlhf.rollout.sglang.weights import regions
+from rlhf.rollout.sglang.weights.channel import Door, knock
+from rlhf.rollout.sglang.weights.loader import _Transfer as Transfer
+from rlhf.rollout.sglang.weights.loader import own_params
+from rlhf.rollout.sglang.weights.sink import SchedulerSink
 from tests.reshard.toy import filled_params, full_tensors
 from tests.rollout.schedulers import ThreadPort, model_of
-from tests.rollout.test_sglang_layout import SPECS
+from tests.rollout.sglang.test_layout import SPECS
 
 CPU = torch.device("cpu")
 CASES = [("qwen3", Sizes(2)), ("llama", Sizes(4)), ("qwen3_moe", Sizes(2, 2)), ("mixtral", Sizes(4, 2))]

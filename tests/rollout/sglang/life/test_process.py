@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from rlhf.errors import EngineError
-from rlhf.rollout.sglang import process
-from rlhf.rollout.sglang.process import HostProcess
+from rlhf.rollout.sglang.life import process
+from rlhf.rollout.sglang.life.process import HostProcess
 from rlhf.rollout.sglang.wire import Beat, Order, Reply
 
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.rollout.sglang.board import Pulse, write_end
 from rlhf.rollout.sglang.cpu import install_cpu_shim
-from rlhf.rollout.sglang.meeting import meet_by_token
-from rlhf.rollout.sglang.parent import die_with_parent
-from rlhf.rollout.sglang.sampling import draw_by_seed, stop_by_strings
+from rlhf.rollout.sglang.inside.sampling import draw_by_seed, stop_by_strings
+from rlhf.rollout.sglang.life.board import Pulse, write_end
+from rlhf.rollout.sglang.life.parent import die_with_parent
+from rlhf.rollout.sglang.multi_host.meeting import meet_by_token
 from rlhf.rollout.sglang.wire import Errand, Outcome, SchedulerErrand, write_outcome
 
-LOADER = "rlhf.rollout.sglang.inside.load_errand"
+LOADER = "rlhf.rollout.sglang.inside.entries.load_errand"
 """The weight loader of ours, as SGLang's server argument `custom_weight_loader` and its `load_format` name it."""
 ERRAND = "errand"
 """Name of the one tensor that carries an errand past SGLang's own unpickler, which admits no class of ours."""

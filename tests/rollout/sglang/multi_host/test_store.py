@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from rlhf.rollout.sglang import store
-from rlhf.rollout.sglang.store import GuardedStore, Line, StoreServer
+from rlhf.rollout.sglang.multi_host import store
+from rlhf.rollout.sglang.multi_host.store import GuardedStore, Line, StoreServer
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ from rlhf.rollout.sglang.layout import sglang_layout
 from tests.harness.hf_models import move_from_initial_values
 from tests.harness.ranks import run_ranks
 from tests.reshard.gloo import as_table
+from tests.rollout.sglang.test_layout import SPECS
 from tests.rollout.sglang.tiny import needs_sglang
-from tests.rollout.sglang.weight_ranks import GREEDY, Answers, Case, actor_into_engine, built
+from tests.rollout.sglang.weights.weight_ranks import GREEDY, Answers, Case, actor_into_engine, built
 from tests.rollout.test_native_engine import greedy_reference
-from tests.rollout.test_sglang_layout import SPECS
 from tests.rollout.tiny import COMMON, hf_model, prompts, reference_logprobs
 
 pytestmark = [*needs_sglang, pytest.mark.dist]

@@ -6,13 +6,13 @@ import pytest
 
 from rlhf.config.parallel import ParallelConfig
 from tests.harness.ranks import run_ranks
-from tests.rollout.sglang.node_ranks import (
+from tests.rollout.sglang.multi_host.node_ranks import (
     engine_on_two_nodes,
     uneven_nodes_are_refused,
     what_a_team_on_two_nodes_tells,
 )
-from tests.rollout.sglang.test_weights import ALIGNED, case_of
 from tests.rollout.sglang.tiny import needs_sglang
+from tests.rollout.sglang.weights.test_weights import ALIGNED, case_of
 from tests.rollout.tiny import hf_model
 
 pytestmark = [*needs_sglang, pytest.mark.dist]

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from rlhf.errors import EngineLostError
-from rlhf.rollout.sglang.meeting import open_meeting
-from rlhf.rollout.sglang.process import HostProcess
+from rlhf.rollout.sglang.life.process import HostProcess
+from rlhf.rollout.sglang.multi_host.meeting import open_meeting
 from rlhf.rollout.sglang.wire import Order, Party
 
 TITLES = ("node 0 (host a)", "node 1 (host b)")
@@ -33,7 +33,7 @@ def hosts(tmp_path: Path) -> Iterator[tuple[HostProcess, HostProcess]]:
             log_path=folder / f"engine_{node}.log",
             start_limit_s=60.0,
             reply_limit_s=60.0,
-            entry=f"tests.rollout.sglang.company_hosts:{entry}",
+            entry=f"tests.rollout.sglang.multi_host.company_hosts:{entry}",
             open_files=files,
         )
 

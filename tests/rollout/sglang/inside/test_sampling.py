@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from rlhf.rollout.sglang.sampling import BACKEND, BEGUN, STOP, draw_by_seed, stop_by_strings
+from rlhf.rollout.sglang.inside.sampling import BACKEND, BEGUN, STOP, draw_by_seed, stop_by_strings
 
 
 def letters(tokens: list[int]) -> str:

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from rlhf.rollout.sglang.meeting import (
+from rlhf.rollout.sglang.multi_host.meeting import (
     environment_on_one_host,
     environment_on_several_hosts,
     meet_by_token,
     open_meeting,
 )
-from rlhf.rollout.sglang.store import StoreServer
+from rlhf.rollout.sglang.multi_host.store import StoreServer
 
 
 def test_an_engine_on_one_host_meets_in_its_folder_and_listens_on_loopback_whatever_the_job_has_chosen(tmp_path: Path):

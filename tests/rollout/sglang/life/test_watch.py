@@ -9,12 +9,12 @@ import psutil
 import pytest
 
 from rlhf.errors import EngineError, EngineLostError
-from rlhf.rollout.sglang import watch
-from rlhf.rollout.sglang.board import read_entries, stat_of, write_end
-from rlhf.rollout.sglang.process import HostProcess
-from rlhf.rollout.sglang.watch import EngineWatch, Watched
+from rlhf.rollout.sglang.life import watch
+from rlhf.rollout.sglang.life.board import read_entries, stat_of, write_end
+from rlhf.rollout.sglang.life.process import HostProcess
+from rlhf.rollout.sglang.life.watch import EngineWatch, Watched
 from tests.rollout.sglang.fake_hosts import ROLES
-from tests.rollout.sglang.test_process import start
+from tests.rollout.sglang.life.test_process import start
 
 HOSTS = ("host", *ROLES)
 SOON_S = 10.0

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhf.dist.ending import end_tree
 from rlhf.errors import EngineError, EngineLostError
-from rlhf.rollout.sglang.watch import STOPPED_LOOKS, EngineWatch, how_ended
+from rlhf.rollout.sglang.life.watch import STOPPED_LOOKS, EngineWatch, how_ended
 from rlhf.rollout.sglang.wire import Errand, Order, Reply, Request
 
 SLICE_S = 0.5
@@ -23,7 +23,7 @@ DYING_S = 2.0
 """How long after its last word a process may take to be gone."""
 TAIL_LINES = 20
 
-HOST = "rlhf.rollout.sglang.host:main"
+HOST = "rlhf.rollout.sglang.inside.host:main"
 CHILD = (
     "import importlib, json, sys; path, fd, module, name = json.loads(sys.argv[1]); sys.path[:] = path; "
     "getattr(importlib.import_module(module), name)(fd)"

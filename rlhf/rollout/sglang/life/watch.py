@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf.rollout.sglang.board import HOST, read_ends, read_entries, stat_of
+from rlhf.rollout.sglang.life.board import HOST, read_ends, read_entries, stat_of
 
 STILL_S = 15.0
 """A process that should move and did nothing for so long hangs."""

@@ -13,16 +13,16 @@ from rlhf.families.spec import ModelSpec
 from rlhf.reshard.layout import ModelLayout
 from rlhf.reshard.topology import Fanout, Link, Topology
 from rlhf.reshard.weight_sync import WeightSync
-from rlhf.rollout.sglang import loader
-from rlhf.rollout.sglang.lasting import LastingSink
 from rlhf.rollout.sglang.layout import Sizes, padding_elements, sglang_layout
-from rlhf.rollout.sglang.sink import SchedulerSink
+from rlhf.rollout.sglang.weights import loader
+from rlhf.rollout.sglang.weights.lasting import LastingSink
+from rlhf.rollout.sglang.weights.sink import SchedulerSink
 from tests.harness.ranks import run_ranks
 from tests.reshard.gloo import as_table
 from tests.reshard.toy import brute_force_bound, brute_force_far, filled_params, full_tensors
 from tests.rollout.schedulers import ThreadPort, model_of
-from tests.rollout.test_sglang_layout import SPECS
-from tests.rollout.test_sglang_loader import check_holds, staged
+from tests.rollout.sglang.test_layout import SPECS
+from tests.rollout.sglang.weights.test_loader import check_holds, staged
 
 pytestmark = pytest.mark.dist
 SIZES = Sizes(2, 2)

@@ -16,13 +16,13 @@ from rlhf.families.spec import ModelSpec
 from rlhf.reshard.checksum import Place
 from rlhf.reshard.transport import torch_dtype
 from rlhf.reshard.windows import NUM_REGIONS, Manifest
-from rlhf.rollout.sglang.board import stat_of
-from rlhf.rollout.sglang.channel import Channel, Door
 from rlhf.rollout.sglang.layout import Sizes, check_table, padding_elements
-from rlhf.rollout.sglang.loader import ServeTransfer
-from rlhf.rollout.sglang.manifest import write_manifest
-from rlhf.rollout.sglang.regions import Regions, make_regions
-from rlhf.rollout.sglang.watch import Watched
+from rlhf.rollout.sglang.life.board import stat_of
+from rlhf.rollout.sglang.life.watch import Watched
+from rlhf.rollout.sglang.weights.channel import Channel, Door
+from rlhf.rollout.sglang.weights.loader import ServeTransfer
+from rlhf.rollout.sglang.weights.manifest import write_manifest
+from rlhf.rollout.sglang.weights.regions import Regions, make_regions
 
 
 class UpdatePort(Protocol):

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import torch.distributed as dist
 
-from rlhf.rollout.sglang.store import GuardedStore
+from rlhf.rollout.sglang.multi_host.store import GuardedStore
 from rlhf.rollout.sglang.wire import Meeting
 
 LOOPBACK = "lo"

@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf.errors import LayoutError
-from rlhf.rollout.sglang.nodes import Node, nodes_of
+from rlhf.rollout.sglang.multi_host.nodes import Node, nodes_of
 
 
 def test_ranks_of_one_host_are_one_node_with_one_host_process():

@@ -7,8 +7,8 @@ import threading
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from rlhf.rollout.sglang.board import HOST, Pulse
-from rlhf.rollout.sglang.company import follow, lead, serve_member
+from rlhf.rollout.sglang.life.board import HOST, Pulse
+from rlhf.rollout.sglang.multi_host.company import follow, lead, serve_member
 from rlhf.rollout.sglang.wire import Order, Reply
 
 

@@ -1,7 +1,7 @@
 """The host process of an SGLang engine: starts it, does what the leader rank asks, dies with the leader rank.
 
 SGLang's signal handlers, globals and process tree live here and stay out of the trainer. It is a fresh interpreter,
-which may belong to another environment than the job's; see `rlhf/rollout/sglang/process.py` for the other end.
+which may belong to another environment than the job's; see `rlhf/rollout/sglang/life/process.py` for the other end.
 """
 
 import asyncio
@@ -15,13 +15,13 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rlhf.rollout.sglang.board import HOST, Pulse, watch_children
-from rlhf.rollout.sglang.company import follow, lead, serve_member
 from rlhf.rollout.sglang.cpu import install_cpu_shim
-from rlhf.rollout.sglang.inside import LOADER, RPC, Entry, packed_errand, run_detokenizer, run_scheduler
+from rlhf.rollout.sglang.inside.entries import LOADER, RPC, Entry, packed_errand, run_detokenizer, run_scheduler
+from rlhf.rollout.sglang.inside.requests import Requests
+from rlhf.rollout.sglang.life.board import HOST, Pulse, watch_children
+from rlhf.rollout.sglang.life.parent import die_with_parent
 from rlhf.rollout.sglang.memory import GiveBack, TakeAgain
-from rlhf.rollout.sglang.parent import die_with_parent
-from rlhf.rollout.sglang.requests import Requests
+from rlhf.rollout.sglang.multi_host.company import follow, lead, serve_member
 from rlhf.rollout.sglang.wire import (
     Errand,
     Order,
@@ -69,7 +69,7 @@ def main(fd: int) -> None:
 
 
 def start_engine(order: Order) -> Any:
-    """SGLang's engine, whose children begin in `rlhf/rollout/sglang/inside.py`."""
+    """SGLang's engine, whose children begin in `rlhf/rollout/sglang/inside/entries.py`."""
     if order.cpu:
         install_cpu_shim()
     from sglang.srt.entrypoints.engine import Engine  # noqa: PLC0415

@@ -20,7 +20,7 @@ from rlhf.rollout.sglang.team import Team
 from tests.reshard.toy import filled_params
 from tests.rollout.sglang.errands import FailsOn
 from tests.rollout.sglang.listeners import addresses, check_closed, tree
-from tests.rollout.sglang.weight_ranks import CPU, LIMIT, Case, Engine
+from tests.rollout.sglang.weights.weight_ranks import CPU, LIMIT, Case, Engine
 
 
 def engine_on_two_nodes(case: Case) -> None:

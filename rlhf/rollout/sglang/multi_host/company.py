@@ -9,8 +9,8 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from rlhf.rollout.sglang.board import write_end
-from rlhf.rollout.sglang.store import Line, StoreServer
+from rlhf.rollout.sglang.life.board import write_end
+from rlhf.rollout.sglang.multi_host.store import Line, StoreServer
 from rlhf.rollout.sglang.wire import Party, Reply
 
 LOOK_S = 0.2

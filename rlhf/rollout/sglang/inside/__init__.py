@@ -1,0 +1,1 @@
+"""What of ours runs in the host process and in SGLang's own."""

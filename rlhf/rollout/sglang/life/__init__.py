@@ -1,0 +1,1 @@
+"""The processes of an engine: begun, watched, ended."""

@@ -1,0 +1,1 @@
+"""How a weight sync reaches the parameters of SGLang's schedulers."""
