@@ -1,7 +1,7 @@
-"""How an engine did over a window of time: latencies, rates, queue, use of its prefix cache. Knows no engine.
+"""When an engine's rows were handed in, began and ended; what became of them in a window of time. Knows no engine.
 
 Engines tell a monitor when each row was handed in, began, had its first token and ended: a few calls a row, none a
-token. All numbers follow from these times when they are asked for. Windows of several engines add up to one.
+token. All numbers follow from these times when they are asked for (`performance_window.py`).
 """
 
 import math
@@ -12,88 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-NAN = math.nan
+from rlhf.rollout.performance_window import NAN, Floats, PerformanceStats, PerformanceWindow
+
 KEPT_ROWS = 200_000
 """Of a window with more, the rows that ended last are kept, in some 50 MB."""
-Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PerformanceStats:
-    """Numbers of one window, of one engine or of several together. NaN: nothing to take it from."""
-
-    rows: int
-    """Responses that ended in the window."""
-    seconds: float
-    """Length of the window; of several engines, the longest."""
-    latency_p50_s: float
-    """Median time from handing a row in to its end."""
-    latency_p95_s: float
-    """The same, which 95 % of the rows do not exceed."""
-    first_token_p50_s: float
-    """Median time from handing a row in to its first token."""
-    first_token_p95_s: float
-    """The same, which 95 % of the rows do not exceed."""
-    queue_p50_s: float
-    """Median time from handing a row in until the engine began with it."""
-    queue_p95_s: float
-    """The same, which 95 % of the rows do not exceed."""
-    queue_mean: float
-    """Rows waiting, mean over the window; of several engines, their sum."""
-    queue_max: int
-    """Most rows waiting at a time at one engine."""
-    prefill_tokens_per_s: float
-    """Prompt tokens computed (not found in the cache), by the time in which any row was between its begin and its first
-    token; of several engines, their sum."""
-    decode_tokens_per_s: float
-    """Response tokens after the first, by the time in which any row was between its first token and its end; of several
-    engines, their sum."""
-    utilisation: float
-    """Share of the window in which the engine had a row to work on; of several engines, the mean."""
-    busy_spread: float
-    """Longest time that an engine was busy by the mean over the engines; 1 for one engine, or when all are alike."""
-    running_mean: float
-    """Rows worked on at a time, mean over the time that the engine was busy; of several engines, the mean."""
-    cache_hits: float
-    """Share of prompt tokens that were found in the cache."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PerformanceWindow:
-    """One engine's window: what is needed to tell its numbers, and to add it to others. Picklable, 24 bytes a row."""
-
-    seconds: float
-    latency_s: Floats
-    """[rows], from handing in to the end."""
-    first_token_s: Floats
-    """[rows] to the first token, NaN where that is not known."""
-    queue_s: Floats
-    """[rows] to the begin."""
-    prompt_tokens: int
-    cached_tokens: int
-    response_tokens: int
-    prefill_tokens: int
-    """Computed, of rows whose first token's time is known."""
-    decode_tokens: int
-    """After the first, of the same rows."""
-    prefill_s: float
-    """Time in which any row was between begin and first token."""
-    decode_s: float
-    """Time in which any row was between first token and end."""
-    busy_s: float
-    """Time in which any row was between begin and end."""
-    running_s: float
-    """Sum over rows of the time between begin and end."""
-    waiting_s: float
-    """Sum over rows of the time between handing in and begin."""
-    most_waiting: int
-
-    @property
-    def stats(self) -> PerformanceStats:
-        """The numbers of this engine alone."""
-        return combined([self])
 
 
 @dataclass(slots=True)
@@ -130,7 +53,10 @@ class PerformanceMonitor:
         self._from, self._to = clock(), NAN
 
     def start(self) -> None:
-        """Open a new window: rows that have ended are forgotten, those under way count in the window they end in."""
+        """Open a new window: rows that have ended are forgotten, those under way count in the window they end in.
+
+        Their latencies are whole; of their tokens those that come from now on count.
+        """
         self._ended.clear()
         self._from, self._to = self._clock(), NAN
 
@@ -220,6 +146,7 @@ class PerformanceMonitor:
         handed_in = np.concatenate([submitted, still[:, 0]])
         last = np.concatenate([ended, np.full(len(still), end)])
         known = ~np.isnan(first_token)
+        prefills, decodes = (begun[known], first_token[known]), (first_token[known], ended[known])
         waits = self._inside(handed_in, begin, end)
         works = self._inside(begin, last, end)
         return PerformanceWindow(
@@ -230,10 +157,10 @@ class PerformanceMonitor:
             prompt_tokens=sum(one.prompt_tokens for one in self._ended),
             cached_tokens=sum(one.cached_tokens for one in self._ended),
             response_tokens=sum(one.response_tokens for one in self._ended),
-            prefill_tokens=sum(one.prompt_tokens - one.cached_tokens for one in timed),
-            decode_tokens=sum(max(0, one.response_tokens - 1) for one in timed),
-            prefill_s=_union(self._inside(begun[known], first_token[known], end)),
-            decode_s=_union(self._inside(first_token[known], ended[known], end)),
+            prefill_tokens=self._made([one.prompt_tokens - one.cached_tokens for one in timed], prefills, end),
+            decode_tokens=self._made([max(0, one.response_tokens - 1) for one in timed], decodes, end),
+            prefill_s=_union(self._inside(*prefills, end)),
+            decode_s=_union(self._inside(*decodes, end)),
             busy_s=_union(works),
             running_s=float((works[1] - works[0]).sum()),
             waiting_s=float((waits[1] - waits[0]).sum()),
@@ -249,47 +176,13 @@ class PerformanceMonitor:
         clipped = np.clip(starts, self._from, end)
         return clipped, np.maximum(clipped, np.clip(stops, self._from, end))
 
-
-def combined(windows: Sequence[PerformanceWindow]) -> PerformanceStats:
-    """The numbers of several engines that worked side by side: latencies over all rows, rates and queues added up."""
-    assert windows, "no engine, no numbers"
-    latency, first_token, queue = (
-        np.concatenate([getattr(one, name) for one in windows]) for name in ("latency_s", "first_token_s", "queue_s")
-    )
-    first_token = first_token[~np.isnan(first_token)]
-    busy = [one.busy_s for one in windows]
-    return PerformanceStats(
-        rows=len(latency),
-        seconds=max(one.seconds for one in windows),
-        latency_p50_s=_quantile(latency, 0.5),
-        latency_p95_s=_quantile(latency, 0.95),
-        first_token_p50_s=_quantile(first_token, 0.5),
-        first_token_p95_s=_quantile(first_token, 0.95),
-        queue_p50_s=_quantile(queue, 0.5),
-        queue_p95_s=_quantile(queue, 0.95),
-        queue_mean=sum(_by(one.waiting_s, one.seconds, 0.0) for one in windows),
-        queue_max=max(one.most_waiting for one in windows),
-        prefill_tokens_per_s=_rate([(one.prefill_tokens, one.prefill_s) for one in windows]),
-        decode_tokens_per_s=_rate([(one.decode_tokens, one.decode_s) for one in windows]),
-        utilisation=sum(_by(one.busy_s, one.seconds, 0.0) for one in windows) / len(windows),
-        busy_spread=_by(max(busy), sum(busy) / len(busy), 1.0),
-        running_mean=sum(_by(one.running_s, one.busy_s, 0.0) for one in windows) / len(windows),
-        cache_hits=_by(sum(one.cached_tokens for one in windows), sum(one.prompt_tokens for one in windows), NAN),
-    )
-
-
-def _by(part: float, whole: float, otherwise: float) -> float:
-    return part / whole if whole > 0 else otherwise
-
-
-def _rate(parts: Sequence[tuple[int, float]]) -> float:
-    """Sum of the rates of engines that have one."""
-    known = [tokens / seconds for tokens, seconds in parts if seconds > 0]
-    return sum(known) if known else NAN
-
-
-def _quantile(values: Floats, share: float) -> float:
-    return float(np.quantile(values, share)) if len(values) else NAN
+    def _made(self, tokens: Sequence[int], spans: tuple[Floats, Floats], end: float) -> float:
+        """How many of the tokens that were made evenly over each span came in the window; those of a moment at once."""
+        starts, stops = spans
+        inside, whole = self._inside(starts, stops, end), stops - starts
+        at_once = (self._from <= starts) & (starts <= end)
+        share = np.where(whole > 0, (inside[1] - inside[0]) / np.where(whole > 0, whole, 1.0), at_once)
+        return float((np.array(tokens, dtype=np.float64) * share).sum())
 
 
 def _union(spans: tuple[Floats, Floats]) -> float:

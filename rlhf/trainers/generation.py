@@ -10,7 +10,8 @@ from rlhf.data.batch import PromptBatch, Rollout
 from rlhf.data.prompts import PromptSource
 from rlhf.metrics.timers import Timers
 from rlhf.rollout.answers import Answers
-from rlhf.rollout.performance import PerformanceMonitor, PerformanceWindow
+from rlhf.rollout.performance import PerformanceMonitor
+from rlhf.rollout.performance_window import PerformanceWindow
 from rlhf.rollout.pool import EnginePool, PoolReply
 from rlhf.rollout.pool_stats import PoolStats
 from rlhf.trainers.driver_state import DriverState

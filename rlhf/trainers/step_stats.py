@@ -29,7 +29,7 @@ from rlhf.metrics.spread import MinMeanMax
 from rlhf.models.minibatches import UpdateReport
 from rlhf.reshard.stats import ReshardStats
 from rlhf.reshard.topology import Link
-from rlhf.rollout.performance import combined
+from rlhf.rollout.performance_window import combined
 from rlhf.trainers.driver_state import DriverState, response_kl
 from rlhf.trainers.generation import RolloutPart
 from rlhf.trainers.shaping import length_penalties

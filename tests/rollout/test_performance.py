@@ -1,6 +1,7 @@
 """The monitor's numbers against a count by hand, and against one tick by tick."""
 
 import pickle
+from fractions import Fraction
 from math import ceil, isnan, nan
 
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.rollout.performance import PerformanceMonitor, combined
+from rlhf.rollout.performance import PerformanceMonitor
+from rlhf.rollout.performance_window import combined
 
 
 class Clock:
@@ -100,6 +102,22 @@ def test_rows_under_way_are_counted_and_belong_to_the_window_they_end_in(
     assert seen.running_mean == 2.0
 
 
+def test_tokens_from_before_the_window_are_not_made_in_it(monitor: PerformanceMonitor, clock: Clock) -> None:
+    """Two rows at 10 tokens a second each: whenever a window opens, the engine has made 20 a second in it."""
+    monitor.begun(["a", "b"], at=0.0)
+    monitor.first_token(["a", "b"], at=8.0)
+    clock.now = 18.0
+    monitor.start()
+    monitor.ended("a", prompt_tokens=80, response_tokens=121, at=20.0)
+    monitor.ended("b", prompt_tokens=80, response_tokens=121, at=20.0)
+    clock.now = 20.0
+    seen = monitor.window()
+    assert (seen.response_tokens, seen.decode_tokens, seen.decode_s) == (242, pytest.approx(2 * 20), 2.0)
+    assert seen.stats.decode_tokens_per_s == pytest.approx(20)
+    assert (seen.prefill_tokens, seen.prefill_s) == (0, 0)
+    assert isnan(seen.stats.prefill_tokens_per_s)
+
+
 def test_the_context_manager_closes_the_window_also_when_it_fails(monitor: PerformanceMonitor, clock: Clock) -> None:
     def fails() -> None:
         with monitor.measuring():
@@ -147,6 +165,13 @@ def test_numbers_are_those_of_a_count_tick_by_tick(rows, opened: int, closed: in
     monitor.stop()
     found = monitor.stats()
 
+    def of_window(tokens: int, start: int, stop: int) -> Fraction:
+        """As many in each tick."""
+        if start == stop:
+            return Fraction(tokens if opened <= start <= closed else 0)
+        ticks = len(set(range(start, stop)) & set(range(opened, closed)))
+        return Fraction(tokens, stop - start) * ticks
+
     def at_each_tick(start: int, stop: int) -> list[int]:
         return [sum(one[start] <= tick < one[stop] for one in times) for tick in range(opened, closed)]
 
@@ -157,8 +182,11 @@ def test_numbers_are_those_of_a_count_tick_by_tick(rows, opened: int, closed: in
     assert found.utilisation == pytest.approx(busy / (closed - opened))
     assert found.running_mean == pytest.approx(sum(running) / busy if busy else 0.0)
     ticks = sum(map(bool, at_each_tick(1, 2))), sum(map(bool, at_each_tick(2, 3)))
-    tokens = sum(row[4] for row in rows), sum(max(0, row[6] - 1) for row in rows)
-    wanted = [count / spent if spent else nan for count, spent in zip(tokens, ticks, strict=True)]
+    tokens = [
+        sum(of_window(count, one[start], one[start + 1]) for count, one in zip(counts, times, strict=True))
+        for counts, start in (([row[4] for row in rows], 1), ([max(0, row[6] - 1) for row in rows], 2))
+    ]
+    wanted = [float(count) / spent if spent else nan for count, spent in zip(tokens, ticks, strict=True)]
     assert [found.prefill_tokens_per_s, found.decode_tokens_per_s] == pytest.approx(wanted, nan_ok=True)
     latencies = sorted(end - submitted for submitted, *_, end in times)
     assert found.latency_p50_s == pytest.approx(between(latencies, 0.5))
