@@ -18,16 +18,17 @@ from rlhf.rollout.engine import ProgressFn
 from rlhf.rollout.feed import Feed, Work
 from rlhf.rollout.ledger import Ledger
 from rlhf.rollout.performance import PerformanceMonitor
-from rlhf.rollout.sglang.layout import Sizes, sglang_layout
-from rlhf.rollout.sglang.life.process import HostPort, HostProcess
+from rlhf.rollout.sglang.layout import sglang_layout
+from rlhf.rollout.sglang.life.process import HostProcess
 from rlhf.rollout.sglang.memory import KV_CACHE, WEIGHTS, used_bytes
 from rlhf.rollout.sglang.multi_host.nodes import Nodes
 from rlhf.rollout.sglang.run import Run
 from rlhf.rollout.sglang.server_args import NO_VERSION
 from rlhf.rollout.sglang.start import HostStart, parties
 from rlhf.rollout.sglang.team import Team
+from rlhf.rollout.sglang.weights.entrance import Entrance
 from rlhf.rollout.sglang.weights.lasting import LastingSink
-from rlhf.rollout.sglang.weights.sink import SchedulerSink, check_models
+from rlhf.rollout.sglang.weights.sink import SchedulerSink
 from rlhf.rollout.sglang.wire import Errand
 from rlhf.rollout.stopping import Decode
 from rlhf.rollout.submissions import Submissions, collect
@@ -86,9 +87,9 @@ class SGLangEngine:
         self._device, self._runs = device, False
         self._folder: Path | None = None
         self._host: HostProcess | None = None
-        self._sinks: tuple[SchedulerSink, ...] = ()
-        self._lasting: LastingSink | None = None
-        self._port: HostPort | None = None
+        self._entrance = Entrance(
+            spec, config, dtype=_DTYPE_NAMES[dtype], device=device, cpu_group=cpu_group, team=self._team
+        )
         nodes = self._team.nodes(device, host or socket.gethostname())
 
         self._team.ask_witnesses(nodes, lambda: "" if self._host is None else self._host.witness())
@@ -105,8 +106,7 @@ class SGLangEngine:
 
         def start() -> None:
             self._start_hosts(hosts, nodes)
-            self._sinks = self._open_sinks(cpu_group, device)
-            self._team.all(lambda: check_models(self._sinks))
+            self._entrance.open(self._host if self._team.is_leader else None)
             self._end_update(NO_VERSION)
 
         self._start_all = start
@@ -178,15 +178,11 @@ class SGLangEngine:
 
         With `rollout.on_loss=replace` a transfer goes through even when the engine is lost on the way.
         """
-        assert len(self._sinks) == 1, "a rank that speaks for all of the engine's has several: sinks()"
-        if self._config.on_loss == "stop":
-            return self._sinks[0]
-        self._lasting = LastingSink(self._sinks[0])
-        return self._lasting
+        return self._entrance.params()
 
     def sinks(self) -> tuple[SchedulerSink, ...]:
         """As `params`, the sinks of all tp ranks that this process speaks for: its own, or all where it is alone."""
-        return self._sinks
+        return self._entrance.sinks
 
     def ask_schedulers(self, errand: Errand) -> list[Any] | None:
         """Run an errand on every scheduler outside of an update; on the leader its values by tp rank. Collective."""
@@ -206,8 +202,7 @@ class SGLangEngine:
         freed = self._team.together(lambda: self._give_back(gives)) if gives else 0
         self._awake = False
         if WEIGHTS in gives:
-            for sink in self._sinks:
-                sink.forget()
+            self._entrance.forget()
             self._lost_weights, self._version = True, NO_VERSION
         return freed or 0
 
@@ -227,8 +222,8 @@ class SGLangEngine:
         """See `RolloutEngine.check`."""
 
         def raise_cause() -> None:
-            if self._lasting is not None and self._lasting.cause is not None:
-                raise self._lasting.cause
+            if self._entrance.cause is not None:
+                raise self._entrance.cause
 
         self._team.all(raise_cause)
 
@@ -240,7 +235,7 @@ class SGLangEngine:
             EngineLostError: One of its processes died or was stopped meanwhile, or it was not ready in time.
         """
         self.close()
-        self._submitted, self._lasting = [], None
+        self._submitted = []
         self._version, self._awake, self._lost_weights = NO_VERSION, True, False
         try:
             self._start_all()
@@ -250,8 +245,7 @@ class SGLangEngine:
 
     def close(self) -> None:
         """See `RolloutEngine.close`; ends the engine's processes and no others. Not collective; idempotent."""
-        for sink in self._sinks:
-            sink.close()
+        self._entrance.close()
         if self._host is not None:
             self._host.close()
         if self._folder is not None:
@@ -273,41 +267,17 @@ class SGLangEngine:
         assert self._host is not None, "only the leader asks, and it has started the host"
         return self._host
 
-    def _open_sinks(self, cpu_group: ProcessGroup | None, device: torch.device) -> tuple[SchedulerSink, ...]:
-        """This rank's sink; without a group those of all tp ranks, the leader's first."""
-        self._port = HostPort(self._alive) if self._team.is_leader else None
-
-        def sink(tp_rank: int, others: tuple[SchedulerSink, ...] = ()) -> SchedulerSink:
-            away = tp_rank - self._team.rank
-            return SchedulerSink(
-                self._spec,
-                Sizes(self._config.tp, self._config.sglang.ep),
-                tp_rank=tp_rank,
-                dtype=_DTYPE_NAMES[self._dtype],
-                port=None if away else self._port,
-                cpu_group=cpu_group,
-                device=device if device.type == "cpu" else torch.device("cuda", (device.index or 0) + away),
-                reply_limit_s=self._config.sglang.reply_limit_s,
-                others=others,
-            )
-
-        if cpu_group is not None:
-            return (sink(self._team.rank),)
-        others = tuple(sink(tp_rank) for tp_rank in range(1, self._config.tp))
-        return (sink(0, others), *others)
-
     def _end_update(self, version: str) -> None:
         self._team.together(lambda: self._alive.call("end_update", version))
         self._version = version
-        if self._port is not None:
-            self._port.is_updating = False
+        self._entrance.end_update()
 
     def _check_awake(self) -> None:
         if not self._awake:
             raise EngineError(f"{WHERE}: asleep; needs the memory of keys and values; call wake() first")
 
     def _check_weights(self) -> None:
-        if self._version == NO_VERSION or (self._port is not None and self._port.is_updating):
+        if self._version == NO_VERSION or self._entrance.is_updating:
             raise EngineError(f"{WHERE}: it has no weights yet; needs a whole update; call weights_updated() first")
 
     def _run(self, feed: Feed | None, sampling: SamplingConfig) -> None:

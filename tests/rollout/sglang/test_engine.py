@@ -312,9 +312,9 @@ def test_new_weights_are_used_at_once_and_old_keys_and_values_are_not(engine, mo
 
 
 def test_after_an_update_that_failed_the_engine_answers_nothing_until_the_next(engine, model, tmp_path):
-    engine._port.begin_update()
+    engine._entrance.port.begin_update()
     with pytest.raises(EngineError, match=r"tp rank 0: ValueError: no such window"):
-        engine._port.load_window([Fails()])
+        engine._entrance.port.load_window([Fails()])
     with pytest.raises(EngineError, match="no weights yet"):
         engine.generate(prompts((3,)), GREEDY)
     load(engine, model, tmp_path, version=8)

@@ -41,6 +41,6 @@ def make_engine(model: transformers.PreTrainedModel, folder: Path, **settings: o
 def load(engine: SGLangEngine, model: transformers.PreTrainedModel, folder: Path, *, version: int) -> None:
     """One whole update to the model's weights."""
     model.save_pretrained(folder)
-    engine._port.begin_update()
-    engine._port.load_window([LoadWhole(folder / "model.safetensors")])
+    engine._entrance.port.begin_update()
+    engine._entrance.port.load_window([LoadWhole(folder / "model.safetensors")])
     engine.weights_updated(version)
