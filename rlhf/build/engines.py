@@ -20,6 +20,7 @@ from rlhf.reshard.weight_sync import WeightSync
 from rlhf.rollout.engine import RolloutEngine
 from rlhf.rollout.performance import PerformanceMonitor
 from rlhf.rollout.pool import EnginePool, store_of_job
+from rlhf.rollout.sglang.cpu import idle_on_cpu
 from rlhf.trainers.policy_sync import PolicySync
 from rlhf.trainers.recovery import Recovery
 from rlhf.trainers.site import Site, note
@@ -37,6 +38,8 @@ def make_engine(
     sets = rollout.engines
     tp_group, cpu_group = factory.device_group(sets), factory.cpu_group(sets)
     check_tail(rollout)
+    if rollout.engine == "sglang" and site.ranks.device.type == "cpu" and (idle := idle_on_cpu(rollout.sglang)):
+        note(site, idle)
     if site.ranks.rank not in rollout.ranks:
         return None
     return engine_factory(rollout.engine)(

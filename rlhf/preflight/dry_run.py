@@ -19,6 +19,7 @@ from rlhf.preflight.lengths import guess_lengths, lengths_notes, read_lengths
 from rlhf.preflight.text import table
 from rlhf.preflight.world import pools_are_known
 from rlhf.reshard.topology import Topology
+from rlhf.rollout.sglang.cpu import idle_on_cpu
 
 if TYPE_CHECKING:
     from rlhf.preflight.roles import ModelRole
@@ -72,6 +73,8 @@ def report(config: RunConfig, faults: Faults, args: argparse.Namespace) -> Itera
         f"published shapes; a run needs the checkpoint itself: `hf download {hub_id}`"
         for hub_id, of in missing.items()
     ]
+    if isinstance(config, PPORunConfig) and config.rollout.engine == "sglang" and config.job.device == "cpu":
+        notes += filter(None, [idle_on_cpu(config.rollout.sglang)])
     if specs:
         yield _models(config, specs)
     if world:

@@ -279,12 +279,15 @@ def test_what_sglang_has_on_gpus_only_is_refused_where_the_job_is_on_cpus(
     check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlhf.preflight.inputs._check_sglang", lambda config: None)  # as where it is installed
-    words = ("rollout.engine=sglang", "rollout.sglang.attention_backend=fa3")
-    code, _, err = check(*words, "job.device=cpu")
+    words = ("rollout.engine=sglang", "rollout.sglang.attention_backend=fa3", "rollout.sglang.mem_fraction_static=0.7")
+    code, out, err = check(*words, "job.device=cpu")
     assert code == 2
+    assert "without effect on a CPU: mem_fraction_static=0.7 (rollout.kv_cache_tokens alone" in out
     assert "rollout.sglang.attention_backend: fa3 given on a CPU" in err
     assert "ffn_size = 56 on a CPU, where SGLang pads each share to a multiple of 32" in err
-    assert check(*words, "job.device=cuda")[0] == 0
+    code, out, _ = check(*words, "job.device=cuda")
+    assert code == 0
+    assert "without effect" not in out
 
 
 def test_engines_of_sglang_may_cross_nodes_where_they_have_as_many_ranks_on_each(

@@ -26,6 +26,12 @@ MLP_MULTIPLE = 32
 ATTENTION = ("auto", "torch_native")
 """Backends that run on a CPU without SGLang's kernels; auto is the second."""
 SAMPLING = (BY_SEED, "pytorch")
+IDLE = {
+    "mem_fraction_static": "rollout.kv_cache_tokens alone says how large the cache is",
+    "cuda_graph_max_batch": "there are no CUDA graphs",
+    "deterministic": "there are no such kernels; samples are drawn by their seeds all the same",
+}
+"""Settings for the speed and memory of GPUs, and why they mean nothing on a CPU."""
 
 
 def cpu_args() -> dict[str, Any]:
@@ -39,8 +45,22 @@ def cpu_args() -> dict[str, Any]:
     }
 
 
+def idle_on_cpu(options: SGLangConfig) -> str:
+    """Which of the settings that were changed have no effect on a CPU, and why, in a line; "" for none.
+
+    One file is to run on a laptop and on a cluster. So what costs speed or memory alone is told and left out; what
+    would change the numbers that come out is refused (`check_cpu_options`).
+    """
+    plain = SGLangConfig()
+    changed = [name for name in IDLE if getattr(options, name) != getattr(plain, name)]
+    if not changed:
+        return ""
+    told = [f"{name}={str(getattr(options, name)).lower()} ({IDLE[name]})" for name in changed]
+    return f"rollout.sglang: without effect on a CPU: {', '.join(told)}"
+
+
 def check_cpu_options(options: SGLangConfig) -> None:
-    """Refuse options that SGLang has on GPUs only. `deterministic` asks for nothing that a CPU does not do anyway."""
+    """Refuse options that SGLang has on GPUs only and that change what is sampled, or its log-probs."""
     for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         if (given := getattr(options, name)) not in ATTENTION:
             refuse(

@@ -12,7 +12,7 @@ from rlhf.config.sglang import SGLangConfig
 from rlhf.errors import ConfigError, LayoutError
 from rlhf.families.registry import spec_of
 from rlhf.rollout.seeds import sample_seed, uniforms
-from rlhf.rollout.sglang.cpu import check_cpu_sizes, cpu_environment
+from rlhf.rollout.sglang.cpu import check_cpu_sizes, cpu_environment, idle_on_cpu
 from rlhf.rollout.sglang.inside.sampling import BEGUN, STOP
 from rlhf.rollout.sglang.layout import Sizes
 from rlhf.rollout.sglang.server_args import Place, sampling_args, server_args
@@ -77,6 +77,17 @@ def test_on_a_cpu_deterministic_asks_for_nothing_and_what_gpus_alone_have_is_ref
         assert args_of("cuda", **options)
         with pytest.raises(ConfigError, match=message):
             args_of("cpu", **options)
+
+
+def test_what_costs_gpus_speed_or_memory_alone_is_told_on_a_cpu_where_it_was_set():
+    assert idle_on_cpu(SGLangConfig(schedule_policy="lpm", cuda_graph=False)) == ""
+    told = idle_on_cpu(SGLangConfig(mem_fraction_static=0.8, cuda_graph_max_batch=16, deterministic=True))
+    assert told.startswith("rollout.sglang: without effect on a CPU: mem_fraction_static=0.8 (rollout.kv_cache_tokens")
+    assert "cuda_graph_max_batch=16 (there are no CUDA graphs), deterministic=true (" in told
+    for name in ("mem_fraction_static", "cuda_graph_max_batch", "deterministic"):  # that it is so
+        value = {"mem_fraction_static": 0.8, "cuda_graph_max_batch": 16, "deterministic": True}[name]
+        assert args_of("cpu", **{name: value}) == args_of("cpu")
+        assert args_of("cuda", **{name: value}) != args_of("cuda")
 
 
 def test_what_sglang_would_pad_or_not_run_on_a_cpu_is_refused_there():
