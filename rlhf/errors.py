@@ -25,6 +25,10 @@ class DamagedError(CheckpointError):
     """A file of a checkpoint is not as it was written: gone, cut short or changed."""
 
 
+class UnreadableError(CheckpointError):
+    """A file of a checkpoint could not be read, several times over; which says nothing about what lies on the disk."""
+
+
 class SaveError(RlhfError):
     """What a run was to write could not be written: its state where it ends, or its model."""
 

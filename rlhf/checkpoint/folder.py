@@ -12,9 +12,11 @@ from pathlib import Path
 
 from torch.distributed import ProcessGroup
 
+from rlhf.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from rlhf.checkpoint.store.durable import flush_entries, replace_file
 from rlhf.checkpoint.together import from_first, place
 from rlhf.checkpoint.whole import find_damage
+from rlhf.errors import CheckpointError, UnreadableError
 
 LATEST_FILE = "latest"
 
@@ -69,6 +71,10 @@ def newest_whole(
         group: All ranks that will load.
         note: Takes a line for each damaged checkpoint, on the group's first rank: which file, why, what is tried next.
         tick: Called for each piece that this rank has read: a slow disk is no hung rank.
+
+    Raises:
+        UnreadableError: One that may be whole could not be read; to take an older one would throw steps away. On all
+            ranks.
     """
     leads = place(group)[0] == 0
     if leads:
@@ -148,11 +154,38 @@ def publish(partial: Path, final: Path) -> list[str]:
 
 
 def put_back(folder: Path) -> None:
-    """Undo a replacement that was cut in the middle. One process calls it, while nobody saves."""
+    """Undo a replacement that was cut in the middle. One process calls it, while nobody saves.
+
+    Several may lie there of one step: what an earlier replacement could not remove, or not all of it. Then the one that
+    has all its files, and of such the one whose save ended last, by its manifest.
+
+    Raises:
+        UnreadableError: Which of several it is cannot be told, for a manifest could not be read.
+    """
+    hidden: dict[str, list[Path]] = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         found = _REPLACED.fullmatch(path.name)
         if found is not None and not (folder / found[1]).exists():
-            path.rename(folder / found[1])
+            hidden.setdefault(found[1], []).append(path)
+    for name, paths in hidden.items():
+        best = paths[0] if len(paths) == 1 else max(paths, key=lambda path: _age(path, step_of(Path(name))))
+        best.rename(folder / name)
+
+
+def _age(path: Path, step: int) -> tuple[bool, int]:
+    """Greater for a better one: that of the step with all its files, then the younger."""
+    try:
+        manifest = read_manifest(path)
+    except UnreadableError:
+        raise
+    except CheckpointError:
+        return False, 0
+    has_all = all(_size(path / name) == record.size for name, record in manifest.files.items())
+    return has_all and manifest.step == step, (path / MANIFEST_FILE).stat().st_mtime_ns
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else -1
 
 
 def sweep(folder: Path) -> None:

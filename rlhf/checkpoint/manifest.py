@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf.checkpoint.patience import GONE, patiently
 from rlhf.checkpoint.state_checksum import StateChecksum
-from rlhf.errors import CheckpointError
+from rlhf.errors import CheckpointError, UnreadableError
 from rlhf.reshard.checksum import wrapped
 
 MANIFEST_FILE = "manifest.json"
@@ -56,12 +57,15 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         CheckpointError: There is none, or its text is damaged.
+        UnreadableError: It may be there and whole, but could not be read.
     """
     path = folder / MANIFEST_FILE
     try:
-        text = path.read_bytes()
-    except OSError as error:
+        text = patiently(path.read_bytes)
+    except GONE as error:
         raise CheckpointError(f"{path}: {error.strerror}; needs the manifest that ends a save; it was cut") from error
+    except OSError as error:
+        raise UnreadableError(f"{path}: could not be read ({error.strerror}); needs to be; try again") from error
     damaged = CheckpointError(f"{path}: is not what was written; needs the text of a save; the file is damaged")
     try:
         found = json.loads(text)

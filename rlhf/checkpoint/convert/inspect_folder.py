@@ -17,7 +17,7 @@ from rlhf.checkpoint.legacy.weights import LegacyWeights, find_legacy
 from rlhf.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from rlhf.checkpoint.store.stored_metadata import read_metadata
 from rlhf.checkpoint.store.torch_dist import COMMON_FILE
-from rlhf.errors import CheckpointError, DamagedError
+from rlhf.errors import CheckpointError, DamagedError, UnreadableError
 from rlhf.families.files import HfFolder
 from rlhf.families.folder import SINGLE_FILE, weight_files
 from rlhf.families.registry import logical_tensors, read_json
@@ -207,6 +207,8 @@ def _step_of(place: StoredPlace) -> int | None:
     if (place.folder / MANIFEST_FILE).is_file():
         try:
             return read_manifest(place.folder).step
+        except UnreadableError:
+            raise
         except CheckpointError:
             return None
     number = place.inner.name.removeprefix("iter_")
