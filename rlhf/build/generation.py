@@ -25,8 +25,9 @@ from rlhf.build.engine_factories import engine_factory
 from rlhf.build.engine_place import device_group_of, device_named, ranks_of_engine
 from rlhf.build.folder_texts import FolderTexts
 from rlhf.checkpoint.convert.hf import HfWeights
+from rlhf.checkpoint.convert.opening import open_weights
 from rlhf.checkpoint.convert.options import Given
-from rlhf.checkpoint.convert.sources import Wanted, Weights, open_weights
+from rlhf.checkpoint.convert.sources import Wanted, Weights
 from rlhf.config.rollout import RolloutConfig, SamplingConfig
 from rlhf.config.sglang import SGLangConfig
 from rlhf.data.batch import FinishReason, PromptBatch, Rollout

@@ -18,8 +18,8 @@ from rlhf.dist.job import Ranks
 from rlhf.families.folder import resolve_folder
 from rlhf.families.spec import Head
 from rlhf.mcore.groups import make_groups
-from rlhf.mcore.layout import current_params
 from rlhf.mcore.optimizer import build_optimizer
+from rlhf.mcore.params import current_params
 from rlhf.metrics.run_folder import RunFolder
 from rlhf.models.calls import RoleCalls
 from rlhf.preflight.inputs import check_inputs

@@ -12,10 +12,11 @@ from rlhf.families.frozen import changing_tensors, frozen_tensors
 from rlhf.families.registry import read_spec
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.groups import ModelGroups, make_groups
-from rlhf.mcore.layout import current_params, megatron_layout
+from rlhf.mcore.layout import megatron_layout
 from rlhf.mcore.load import set_weights
 from rlhf.mcore.model import MegatronModel, build_model
 from rlhf.mcore.optimizer import build_optimizer
+from rlhf.mcore.params import current_params
 from rlhf.mcore.transfer import Placed, transfer_layouts, transfer_weights
 from rlhf.models.calls import RoleCalls
 from rlhf.models.critic import Critic

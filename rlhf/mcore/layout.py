@@ -12,22 +12,15 @@ from bisect import bisect_right
 from collections.abc import Set
 from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING
-
-from torch import Tensor
 
 from rlhf.config.parallel import ParallelConfig
 from rlhf.families.admissible import check_layout
 from rlhf.families.registry import logical_tensors
 from rlhf.families.spec import Head, LogicalTensor, ModelSpec, Part
 from rlhf.mcore.groups import expert_grid, model_grid
-from rlhf.mcore.param_names import LAYER_NUMBER, local_name
-from rlhf.mcore.param_sync import gather_stale
+from rlhf.mcore.param_names import LAYER_NUMBER
 from rlhf.mcore.transformer_config import padded_vocab_size
 from rlhf.reshard.layout import Box, ModelLayout, ParamLayout, Span
-
-if TYPE_CHECKING:  # it asks this module what to freeze
-    from rlhf.mcore.model import MegatronModel
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -253,25 +246,6 @@ def megatron_layout(spec: ModelSpec, parallel: ParallelConfig, *, head: Head, dt
         ranks=tuple(grid.ranks),
         holdings=holdings,
     )
-
-
-def local_params(model: "MegatronModel") -> dict[str, Tensor]:
-    """This rank's parameters by the names of `megatron_layout`, as detached views of their storage.
-
-    They are read as they are: with `optim.overlap_param_gather` stale from a step on (see `current_params`). Ask again
-    after the optimizer was built: its buffers may move the storage.
-    """
-    parallel, found = model.parallel, {}
-    before = layers_before(model.spec, parallel, model.groups.pp_rank)
-    for module, start in zip(model.modules, before, strict=True):
-        found.update({local_name(name, start): param.detach() for name, param in module.named_parameters()})
-    return found
-
-
-def current_params(model: "MegatronModel") -> dict[str, Tensor]:
-    """`local_params` brought up to date first. Collective over the model's dp axis."""
-    gather_stale(model.chunks)
-    return local_params(model)
 
 
 def layers_before(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> tuple[int, ...]:

@@ -14,8 +14,9 @@ from rlhf.families.files import HfFolder
 from rlhf.families.folder import resolve_folder
 from rlhf.families.registry import logical_tensors
 from rlhf.families.spec import LogicalTensor, Part
-from rlhf.mcore.layout import EMBEDDING, OUTPUT, local_params, megatron_layout
+from rlhf.mcore.layout import EMBEDDING, OUTPUT, megatron_layout
 from rlhf.mcore.model import MegatronModel
+from rlhf.mcore.params import local_params
 from rlhf.reshard.layout import Box, ParamLayout
 
 LOG = logging.getLogger(__name__)

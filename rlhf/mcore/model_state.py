@@ -11,9 +11,10 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from rlhf.mcore.layout import EMBEDDING, OUTPUT, local_params
+from rlhf.mcore.layout import EMBEDDING, OUTPUT
 from rlhf.mcore.model import MegatronModel
 from rlhf.mcore.optimizer import Optimizer
+from rlhf.mcore.params import local_params
 from rlhf.mcore.share import boxes_of_range, named_params, owned_boxes
 from rlhf.mcore.stored import StoredPiece, held_of_stored, stored_shapes
 from rlhf.reshard.block import Block

@@ -11,9 +11,10 @@ from torch.distributed import ProcessGroup
 from rlhf.config.parallel import ParallelConfig
 from rlhf.families.inherit import inherited_tensors
 from rlhf.families.spec import Head, ModelSpec
-from rlhf.mcore.layout import current_params, local_params, megatron_layout
+from rlhf.mcore.layout import megatron_layout
 from rlhf.mcore.load import draw_rest
 from rlhf.mcore.model import MegatronModel
+from rlhf.mcore.params import current_params, local_params
 from rlhf.reshard.check import Certificate
 from rlhf.reshard.layout import ModelLayout
 from rlhf.reshard.topology import Topology

@@ -16,10 +16,11 @@ from torch.serialization import safe_globals
 
 from rlhf.checkpoint.convert.command import main
 from rlhf.checkpoint.convert.hf import HfWeights
+from rlhf.checkpoint.convert.opening import open_weights
 from rlhf.checkpoint.convert.options import Given
 from rlhf.checkpoint.convert.plan import target_layout
 from rlhf.checkpoint.convert.ranks import Crew
-from rlhf.checkpoint.convert.sources import Wanted, open_weights
+from rlhf.checkpoint.convert.sources import Wanted
 from rlhf.checkpoint.convert.to_hf import to_hf
 from rlhf.checkpoint.convert.to_megatron import to_megatron
 from rlhf.checkpoint.store.stored_metadata import read_metadata

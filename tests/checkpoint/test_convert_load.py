@@ -12,9 +12,9 @@ from rlhf.config.parallel import ParallelConfig
 from rlhf.errors import CheckpointError
 from rlhf.families.registry import read_spec
 from rlhf.families.spec import Head
-from rlhf.mcore.layout import local_params
 from rlhf.mcore.load import load_weights
 from rlhf.mcore.model import build_model
+from rlhf.mcore.params import local_params
 from tests.mcore.fake_ranks import as_rank
 
 

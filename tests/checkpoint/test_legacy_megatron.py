@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 
 from rlhf.checkpoint.convert.command import main
 from rlhf.checkpoint.convert.made import made_weights
+from rlhf.checkpoint.convert.opening import open_weights
 from rlhf.checkpoint.convert.options import Given
 from rlhf.checkpoint.convert.ranks import Crew
 from rlhf.checkpoint.convert.rehearsal import rehearse
-from rlhf.checkpoint.convert.sources import Wanted, open_weights
+from rlhf.checkpoint.convert.sources import Wanted
 from rlhf.checkpoint.convert.to_hf import to_hf
 from rlhf.checkpoint.convert.to_legacy import to_legacy
 from rlhf.config.model import ModelConfig

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlhf.checkpoint.convert.opening import open_weights
 from rlhf.checkpoint.convert.options import Given
-from rlhf.checkpoint.convert.sources import Place, Wanted, Weights, open_weights
+from rlhf.checkpoint.convert.sources import Place, Wanted, Weights
 from rlhf.checkpoint.legacy.file import FILE_NAME
 from rlhf.checkpoint.legacy.weights import LegacyWeights
 from rlhf.errors import CheckpointError

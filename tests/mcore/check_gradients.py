@@ -24,9 +24,10 @@ from rlhf.families.registry import read_spec
 from rlhf.families.spec import Head
 from rlhf.mcore.groups import make_groups
 from rlhf.mcore.interleaved_p2p import InterleavedP2P
-from rlhf.mcore.layout import local_params, megatron_layout
+from rlhf.mcore.layout import megatron_layout
 from rlhf.mcore.load import load_weights
 from rlhf.mcore.model import MegatronModel, build_model, head_weight
+from rlhf.mcore.params import local_params
 from rlhf.mcore.vocab_parallel import vocab_parallel_logprobs
 from tests.mcore.tiny import pack, sequences
 

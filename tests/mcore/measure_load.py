@@ -10,8 +10,9 @@ from rlhf.config.parallel import ParallelConfig
 from rlhf.families.files import HfFolder
 from rlhf.families.registry import read_spec
 from rlhf.families.spec import Head
-from rlhf.mcore.layout import local_params, megatron_layout
+from rlhf.mcore.layout import megatron_layout
 from rlhf.mcore.load import load_weights
+from rlhf.mcore.params import local_params
 from tests.mcore.stand_in import stand_in_model
 
 PARALLEL, RANK = ParallelConfig(tp=2, pp=2), 1

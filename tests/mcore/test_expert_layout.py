@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from rlhf.config.parallel import ParallelConfig
 from rlhf.families.published import find_published
 from rlhf.families.spec import Head, ModelSpec
-from rlhf.mcore.layout import local_params, megatron_layout, param_shapes
+from rlhf.mcore.layout import megatron_layout, param_shapes
+from rlhf.mcore.params import local_params
 from tests.mcore.stand_in import stand_in_model, tiny_moe_spec
 
 Piece = tuple[str, tuple[tuple[int, int], ...], str, tuple[int, ...]]

@@ -15,11 +15,12 @@ from rlhf.families.frozen import frozen_tensors
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.groups import make_groups
 from rlhf.mcore.layer_spec import prepare_megatron
-from rlhf.mcore.layout import local_params, megatron_layout
+from rlhf.mcore.layout import megatron_layout
 from rlhf.mcore.load import draw_weights
 from rlhf.mcore.memory import model_bytes
 from rlhf.mcore.model import build_model
 from rlhf.mcore.optimizer import build_optimizer
+from rlhf.mcore.params import local_params
 from tests.harness.ranks import run_ranks
 from tests.mcore.test_memory import num_bytes
 from tests.mcore.test_train_parity import Case, make_spec, prepare, run_case

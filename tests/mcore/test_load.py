@@ -21,9 +21,10 @@ from rlhf.families.files import HfFolder
 from rlhf.families.registry import hf_config, read_spec
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.groups import ModelGroups, make_groups
-from rlhf.mcore.layout import EMBEDDING, OUTPUT, local_params, megatron_layout, param_shapes
+from rlhf.mcore.layout import EMBEDDING, OUTPUT, megatron_layout, param_shapes
 from rlhf.mcore.load import draw_rest, draw_weights, load_weights, set_weights
 from rlhf.mcore.model import MegatronModel, build_model
+from rlhf.mcore.params import local_params
 from tests.mcore.stand_in import stand_in_model, tiny_moe_spec, tiny_spec
 from tests.mcore.tiny import make_checkpoint
 

@@ -16,10 +16,11 @@ from rlhf.families.registry import hf_config
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.families.writer import write_checkpoint
 from rlhf.mcore.groups import ModelGroups
-from rlhf.mcore.layout import local_params, megatron_layout
+from rlhf.mcore.layout import megatron_layout
 from rlhf.mcore.load import draw_weights
 from rlhf.mcore.model import MegatronModel, build_model, head_weight
 from rlhf.mcore.model_state import model_blocks, weights_loaded
+from rlhf.mcore.params import local_params
 from rlhf.mcore.stored import extra_state_keys, other_key, stored_pieces, stored_shapes
 from rlhf.reshard.block import Block
 from tests.checkpoint.stored_blocks import write_file

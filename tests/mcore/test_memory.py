@@ -13,11 +13,12 @@ from rlhf.dist.agree import gather
 from rlhf.dist.groups import GroupFactory
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.groups import ModelGroups, expert_grid, make_groups
-from rlhf.mcore.layout import local_params, param_shapes
+from rlhf.mcore.layout import param_shapes
 from rlhf.mcore.load import draw_weights
 from rlhf.mcore.memory import model_bytes
 from rlhf.mcore.model import MegatronModel, build_model
 from rlhf.mcore.optimizer import build_optimizer
+from rlhf.mcore.params import local_params
 from tests.harness.ranks import run_ranks
 from tests.mcore.stand_in import tiny_moe_spec, tiny_spec
 

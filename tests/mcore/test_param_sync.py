@@ -24,10 +24,11 @@ from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore import model as model_module
 from rlhf.mcore.groups import make_groups
 from rlhf.mcore.layer_spec import prepare_megatron
-from rlhf.mcore.layout import current_params, local_params, megatron_layout, param_shapes
+from rlhf.mcore.layout import megatron_layout, param_shapes
 from rlhf.mcore.load import draw_weights
 from rlhf.mcore.model import MegatronModel, build_model, head_weight
 from rlhf.mcore.optimizer import Optimizer, build_optimizer
+from rlhf.mcore.params import current_params, local_params
 from rlhf.mcore.score import score_logprobs
 from rlhf.mcore.train_step import StepReport, train_step
 from rlhf.reshard.topology import Topology

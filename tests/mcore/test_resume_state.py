@@ -24,11 +24,11 @@ from rlhf.families.frozen import frozen_tensors
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.groups import make_groups
 from rlhf.mcore.layer_spec import prepare_megatron
-from rlhf.mcore.layout import local_params
 from rlhf.mcore.load import draw_weights
 from rlhf.mcore.model import MegatronModel, build_model
 from rlhf.mcore.model_state import model_blocks, optimizer_blocks, weights_loaded
 from rlhf.mcore.optimizer import Optimizer, build_optimizer
+from rlhf.mcore.params import local_params
 from rlhf.mcore.random_state import rng_state, set_rng_state
 from rlhf.mcore.state_record import model_record, restore_record
 from rlhf.mcore.train_step import StepReport, train_step

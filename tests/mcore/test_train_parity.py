@@ -22,12 +22,13 @@ from rlhf.dist.groups import GroupFactory
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.groups import make_groups
 from rlhf.mcore.layer_spec import prepare_megatron
-from rlhf.mcore.layout import local_params, megatron_layout
+from rlhf.mcore.layout import megatron_layout
 from rlhf.mcore.load import load_weights
 from rlhf.mcore.lr_schedule import learning_rate
 from rlhf.mcore.model import MegatronModel, build_model
 from rlhf.mcore.optimizer import build_optimizer
 from rlhf.mcore.outputs import PolicyOutputs, ValueOutputs
+from rlhf.mcore.params import local_params
 from rlhf.mcore.score import score_logprobs, score_values
 from rlhf.mcore.train_step import train_step
 from tests.harness.ranks import run_ranks

@@ -13,11 +13,11 @@ from rlhf.config.parallel import ParallelConfig
 from rlhf.dist.groups import GroupFactory
 from rlhf.families.spec import Head
 from rlhf.mcore.groups import make_groups
-from rlhf.mcore.layout import local_params
 from rlhf.mcore.load import draw_weights
 from rlhf.mcore.lr_schedule import learning_rate
 from rlhf.mcore.model import MegatronModel, build_model
 from rlhf.mcore.optimizer import Optimizer, build_optimizer
+from rlhf.mcore.params import local_params
 from rlhf.mcore.train_step import LossFn, StepReport, train_step
 from tests.harness.ranks import run_ranks
 from tests.mcore.test_train_parity import Minibatch, make_minibatches, make_spec

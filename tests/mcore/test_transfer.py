@@ -14,9 +14,9 @@ from rlhf.errors import LayoutError
 from rlhf.families.registry import read_spec
 from rlhf.families.spec import Head
 from rlhf.mcore.groups import make_groups
-from rlhf.mcore.layout import local_params
 from rlhf.mcore.load import load_weights
 from rlhf.mcore.model import MegatronModel, build_model
+from rlhf.mcore.params import local_params
 from rlhf.mcore.transfer import Placed, transfer_layouts, transfer_weights
 from rlhf.reshard.topology import Topology
 from tests.harness.ranks import run_ranks

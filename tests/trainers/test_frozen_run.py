@@ -11,8 +11,9 @@ from rlhf.build.loops import build_loop
 from rlhf.dist.groups import GroupFactory
 from rlhf.families.frozen import changing_tensors
 from rlhf.families.registry import logical_tensors
-from rlhf.mcore.layout import local_params, megatron_layout
+from rlhf.mcore.layout import megatron_layout
 from rlhf.mcore.model import MegatronModel
+from rlhf.mcore.params import local_params
 from rlhf.trainers.driver_state import DriverState
 from rlhf.trainers.ppo import PPOLoop
 from tests.harness.ranks import run_ranks

@@ -17,7 +17,7 @@ from rlhf.build.loops import build_loop
 from rlhf.data.batch import Experience, Rollout
 from rlhf.dist.agree import agree, gather, max_of
 from rlhf.dist.groups import GroupFactory
-from rlhf.mcore.layout import local_params
+from rlhf.mcore.params import local_params
 from rlhf.trainers.driver_state import NOTHING_YET, DriverState
 from rlhf.trainers.experience import sequences_of
 from rlhf.trainers.ppo import PPOLoop

@@ -18,8 +18,9 @@ from rlhf.config.sync import SyncConfig
 from rlhf.dist.groups import GroupFactory
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.groups import make_groups
-from rlhf.mcore.layout import local_params, megatron_layout
+from rlhf.mcore.layout import megatron_layout
 from rlhf.mcore.model import MegatronModel, build_model
+from rlhf.mcore.params import local_params
 from rlhf.reshard.topology import Topology
 from rlhf.reshard.verify import Verify
 from rlhf.reshard.weight_sync import WeightSync

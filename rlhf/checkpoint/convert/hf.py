@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from rlhf.checkpoint.convert.sources import Place, Remark, Wanted
+from rlhf.checkpoint.convert.sources import Place, Remark, Wanted, tied_remark
 from rlhf.errors import CheckpointError
 from rlhf.families.files import HfFolder
 from rlhf.families.folder import INDEX_FILE
-from rlhf.families.registry import family_of, head_of, logical_tensors, read_json, spec_of
+from rlhf.families.registry import head_of, logical_tensors, read_json, spec_of
 from rlhf.families.spec import Head, LogicalTensor, ModelSpec, Part
 from rlhf.reshard.layout import Box
 
@@ -92,11 +92,3 @@ class HfWeights:
                 f"{where}: {_HEAD_NAME} differs from {embedding.name}, though config.json ties them; needs equal ones "
                 "or tie_word_embeddings false; correct config.json if the head was trained on its own"
             )
-
-
-def tied_remark(spec: ModelSpec, head: Head) -> tuple[Remark, ...]:
-    """Of the lm head that is the embedding, in a model that ties them."""
-    if not spec.tied_embeddings or head is Head.VALUE:
-        return ()
-    embedding = next(tensor.name for tensor in logical_tensors(spec, head=head) if tensor.part is Part.EMBED)
-    return (Remark(Place.TIED, family_of(spec).lm_head.name, f"is {embedding}"),)

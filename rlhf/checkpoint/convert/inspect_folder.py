@@ -7,10 +7,11 @@ from pathlib import Path
 
 from rlhf.checkpoint.convert.integrity import Integrity, against_manifest, damage_of, integrity_of
 from rlhf.checkpoint.convert.megatron_args import read_args
+from rlhf.checkpoint.convert.opening import open_weights
 from rlhf.checkpoint.convert.options import Given
 from rlhf.checkpoint.convert.outcome import listed, remarks_json
 from rlhf.checkpoint.convert.places import RECORD_FILE, StoredPlace, find_stored
-from rlhf.checkpoint.convert.sources import Weights, open_weights
+from rlhf.checkpoint.convert.sources import Weights
 from rlhf.checkpoint.convert.stored import OF_ANOTHER, StoredWeights, roles_in
 from rlhf.checkpoint.convert.whole import refuse_needless
 from rlhf.checkpoint.legacy.weights import LegacyWeights, find_legacy

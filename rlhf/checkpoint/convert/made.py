@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 
-from rlhf.checkpoint.convert.hf import tied_remark
 from rlhf.checkpoint.convert.options import DTYPES
-from rlhf.checkpoint.convert.sources import Wanted
+from rlhf.checkpoint.convert.sources import Wanted, tied_remark
 from rlhf.errors import CheckpointError
 from rlhf.families.folder import find_folder
 from rlhf.families.published import PUBLISHED, find_published

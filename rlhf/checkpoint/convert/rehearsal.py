@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf.checkpoint.convert.made import MadeWeights
+from rlhf.checkpoint.convert.opening import open_weights
 from rlhf.checkpoint.convert.options import Given
 from rlhf.checkpoint.convert.outcome import Outcome, forget_peak
 from rlhf.checkpoint.convert.ranks import Crew
-from rlhf.checkpoint.convert.sources import Weights, open_weights
+from rlhf.checkpoint.convert.sources import Weights
 from rlhf.checkpoint.verify.tensors import Compared, compare_tensors
 from rlhf.errors import CheckpointError
 

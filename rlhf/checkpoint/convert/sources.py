@@ -1,4 +1,4 @@
-"""Weights at rest, in whatever format: what a conversion reads, and which format a folder is in.
+"""Weights at rest, in whatever format: what a conversion reads.
 
 A format is one implementation of `Weights`; conversions and proofs know no other door to a checkpoint.
 """
@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rlhf.checkpoint.convert.options import Given
 from rlhf.errors import CheckpointError
-from rlhf.families.spec import Head, ModelSpec
+from rlhf.families.registry import family_of, logical_tensors
+from rlhf.families.spec import Head, ModelSpec, Part
 from rlhf.reshard.layout import Box
 
 
@@ -48,6 +48,14 @@ class Wanted:
     box: Box
     into: Tensor
     """Of the box's shape, any strides; of another dtype than the stored one only if a cast is meant."""
+
+
+def tied_remark(spec: ModelSpec, head: Head) -> tuple[Remark, ...]:
+    """Of the lm head that is the embedding, in a model that ties them."""
+    if not spec.tied_embeddings or head is Head.VALUE:
+        return ()
+    embedding = next(tensor.name for tensor in logical_tensors(spec, head=head) if tensor.part is Part.EMBED)
+    return (Remark(Place.TIED, family_of(spec).lm_head.name, f"is {embedding}"),)
 
 
 class Weights(Protocol):
@@ -123,26 +131,3 @@ def common_dtype(weights: Weights, asked: str) -> torch.dtype:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def open_weights(given: Given) -> Weights:
-    """The weights of a checkpoint in any format. Reads headers only; on every process that reads them.
-
-    Raises:
-        CheckpointError: No checkpoint there, or a format's own complaint.
-    """
-    path = given.path
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such folder; needs a checkpoint's folder; correct the path")
-    from rlhf.checkpoint.convert.hf import HfWeights  # noqa: PLC0415  # they implement what is declared here
-    from rlhf.checkpoint.convert.places import find_stored  # noqa: PLC0415
-    from rlhf.checkpoint.convert.stored import StoredWeights  # noqa: PLC0415
-    from rlhf.checkpoint.legacy.weights import LegacyWeights, find_legacy  # noqa: PLC0415
-
-    place = find_stored(path)
-    if place is not None:
-        return StoredWeights(place, given)
-    legacy = find_legacy(path)
-    if legacy is not None:
-        return LegacyWeights(legacy, given)
-    return HfWeights(path)

@@ -4,10 +4,9 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from rlhf.checkpoint.convert.hf import tied_remark
 from rlhf.checkpoint.convert.options import Given
 from rlhf.checkpoint.convert.places import StoredPlace, model_of
-from rlhf.checkpoint.convert.sources import Place, Remark, Wanted
+from rlhf.checkpoint.convert.sources import Place, Remark, Wanted, tied_remark
 from rlhf.checkpoint.store.torch_dist import TorchDistReader
 from rlhf.errors import CheckpointError
 from rlhf.families.registry import logical_tensors

@@ -1,8 +1,9 @@
 """Opening a checkpoint that is to be converted: not before every file is known to be as it was written."""
 
+from rlhf.checkpoint.convert.opening import open_weights
 from rlhf.checkpoint.convert.options import Given
 from rlhf.checkpoint.convert.ranks import Crew
-from rlhf.checkpoint.convert.sources import Weights, open_weights
+from rlhf.checkpoint.convert.sources import Weights
 from rlhf.checkpoint.manifest import MANIFEST_FILE
 from rlhf.checkpoint.whole import require_whole
 from rlhf.errors import CheckpointError

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 
-from rlhf.checkpoint.convert.hf import tied_remark
 from rlhf.checkpoint.convert.megatron_args import spec_of_args
 from rlhf.checkpoint.convert.options import Given
 from rlhf.checkpoint.convert.places import TRACKER_FILE, tracked_name
-from rlhf.checkpoint.convert.sources import Place, Remark, Wanted
+from rlhf.checkpoint.convert.sources import Place, Remark, Wanted, tied_remark
 from rlhf.checkpoint.legacy.layout import LegacyFiles, legacy_folders, ranks_of_folders
 from rlhf.checkpoint.store.file_plan import contiguous_parts
 from rlhf.errors import CheckpointError

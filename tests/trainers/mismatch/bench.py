@@ -23,9 +23,10 @@ from rlhf.dist.groups import GroupFactory
 from rlhf.families.registry import logical_tensors, spec_of
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.mcore.groups import make_groups
-from rlhf.mcore.layout import current_params, megatron_layout
+from rlhf.mcore.layout import megatron_layout
 from rlhf.mcore.load import take_weights
 from rlhf.mcore.model import MegatronModel, build_model
+from rlhf.mcore.params import current_params
 from rlhf.metrics.names import MismatchMetrics
 from rlhf.metrics.run_folder import RunFolder
 from rlhf.models.calls import RoleCalls

@@ -260,9 +260,9 @@ def _megatron(case: Case, factory: GroupFactory) -> dict[str, Tensor]:
     from rlhf.data.ragged import Ragged
     from rlhf.families.spec import Head
     from rlhf.mcore.groups import make_groups
-    from rlhf.mcore.layout import local_params
     from rlhf.mcore.load import load_weights
     from rlhf.mcore.model import build_model
+    from rlhf.mcore.params import local_params
     from rlhf.mcore.score import score_logprobs
 
     parallel = ParallelConfig(tp=2, pp=2)
