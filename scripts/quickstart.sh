@@ -3,6 +3,10 @@
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
-"$root/scripts/setup.sh" core
+engine=()
+for setting in "$@"; do
+    [[ $setting == rollout.engine=sglang ]] && engine=(sglang)
+done
+"$root/scripts/setup.sh" core "${engine[@]}"
 cd "$root"
 exec .venv/bin/python tools/quickstart.py "$@"

@@ -16,13 +16,17 @@ settings.load_profile("shared")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the quickstart's own test out unless -m asks for it by name; in a lane the long ones come first."""
-    if "quickstart" not in config.option.markexpr:
-        items[:] = [item for item in items if item.get_closest_marker("quickstart") is None]
+    """Leave the longest tests out unless -m asks for them by name; in a lane the long ones come first."""
+    items[:] = [item for item in items if _asked_for(item) in config.option.markexpr]
     if hasattr(config, "workerinput"):  # of pytest-xdist: this process is a lane
         from tests.harness.lanes import in_turn  # pytest-xdist need not be there
 
         in_turn(items)
+
+
+def _asked_for(item: pytest.Item) -> str:
+    """The marker that -m must name for the test to be run; empty for most."""
+    return next((name for name in ("proof", "quickstart") if item.get_closest_marker(name)), "")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,6 +2,7 @@
 
     ./scripts/quickstart.sh                      all of it, under 6 minutes on 2 cores
     ./scripts/quickstart.sh ppo.kl_coef=0.05     the same with another setting of PPO
+    ./scripts/quickstart.sh rollout.engine=sglang name=on_sglang    PPO's answers from SGLang, installed first
 
 Two jobs of 2 ranks each, started as any other job is: scripts/launch.sh configs/quickstart/{sft,ppo}.yaml.
 """
@@ -23,6 +24,8 @@ from rlhf.families.spec import ModelSpec
 
 REPO = Path(__file__).resolve().parents[1]
 FOLDER = REPO / ".cache" / "quickstart"
+PPO = "configs/quickstart/ppo.yaml"
+ROLES = ("actor", "critic", "reference")
 
 TINY = ModelSpec(
     family="qwen3",
@@ -52,13 +55,16 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of configs/quickstart/ppo.yaml")
     args = parser.parse_args(argv)
-    print("1/2  a model of about a million parameters learns some arithmetic from answers", flush=True)
     make_model_folder(FOLDER / "init")
+    code = check_ppo(FOLDER / "init", *args.overrides)
+    if code:
+        return code
+    print("1/2  a model of about a million parameters learns some arithmetic from answers", flush=True)
     code = launch("configs/quickstart/sft.yaml")
     if code:
         return code
     print("\n2/2  PPO: the model answers fresh problems and learns from what a checker says of them", flush=True)
-    return launch("configs/quickstart/ppo.yaml", *args.overrides)
+    return launch(PPO, *args.overrides)
 
 
 def make_model_folder(folder: Path) -> None:
@@ -75,6 +81,13 @@ def task_wording() -> list[str]:
     data = load_config([str(REPO / "configs/quickstart/sft.yaml")]).data
     task = reasoning_gym.create_dataset(data.task, size=64, seed=0, **data.task_options)
     return [entry["question"] for entry in task]
+
+
+def check_ppo(model: Path, *overrides: str) -> int:
+    """Refuse what is wrong with PPO before the job that makes its model; `model` is a folder like that one's."""
+    models = [f"{role}.model.{key}" for role in ROLES for key in (f"path={model}", "init=random")]
+    program = [sys.executable, "-m", "rlhf.preflight", PPO, *overrides, *models]  # as the launcher asks later
+    return subprocess.run(program, cwd=REPO, stdout=subprocess.DEVNULL, check=False).returncode
 
 
 def launch(config: str, *overrides: str) -> int:

@@ -12,6 +12,8 @@ from rlhf.families.spec import LogicalTensor, Part
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+QUICKSTART = ".cache/quickstart/"
+"""Where the quickstart keeps the models that small configs begin from."""
 
 
 def resolve_folder(path_or_hub_id: str, *, where: str = "model.path") -> Path:
@@ -28,9 +30,12 @@ def resolve_folder(path_or_hub_id: str, *, where: str = "model.path") -> Path:
     """
     folder = find_folder(path_or_hub_id)
     if folder is None:
+        cure = "correct the path, or download it with `hf download` first"
+        if path_or_hub_id.startswith(QUICKSTART):
+            cure = "run ./scripts/quickstart.sh, which makes it"
         raise CheckpointError(
             f"{where}: {path_or_hub_id!r} is neither a folder nor a hub id in the local cache; "
-            "needs a Hugging Face checkpoint folder; correct the path, or download it with `hf download` first"
+            f"needs a Hugging Face checkpoint folder; {cure}"
         )
     return folder
 

@@ -14,13 +14,17 @@ from tests.trainers.tiny_run import make_files
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, *needs_sglang]
 
-CO_LOCATED = ()
+CO_LOCATED_TP2 = ()
 """As the learning test has it: two engines of two ranks each on the actor's four, tp2 pp2."""
-APART = (
+CO_LOCATED_TP1 = ("rollout.tp=1", "rollout.dp=4")
+"""An engine on each of these."""
+TWO_RANKS = (
     *("actor.parallel.pp=1", "actor.parallel.layers_per_stage=[]", "critic.parallel.tp=2", "reference.parallel.dp=2"),
-    *("rollout.first_rank=2", "rollout.tp=1"),
+    "rollout.first_rank=2",
 )
-"""Models on two ranks, an engine on each of two others."""
+"""Models on two ranks, engines on two others."""
+APART_TP1 = (*TWO_RANKS, "rollout.tp=1")
+APART_TP2 = (*TWO_RANKS, "rollout.tp=2", "rollout.dp=1")
 LIMIT = timedelta(seconds=300)
 """Of a collective; ranks outside the rollout pool wait in one while engines start."""
 
@@ -31,7 +35,15 @@ def learns(folder: Path, settings: tuple[str, ...]) -> None:
     check_learned(*solved_before_and_after(folder, groups, "same_parity", "rollout.engine=sglang", *settings))
 
 
-@pytest.mark.parametrize("settings", [CO_LOCATED, APART], ids=["co-located tp2", "apart tp1"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(CO_LOCATED_TP1, id="co-located tp1", marks=pytest.mark.proof),
+        pytest.param(CO_LOCATED_TP2, id="co-located tp2"),
+        pytest.param(APART_TP1, id="apart tp1"),
+        pytest.param(APART_TP2, id="apart tp2", marks=pytest.mark.proof),
+    ],
+)
 def test_ppo_learns_a_toy_task_with_rollouts_of_sglang(tmp_path: Path, settings: tuple[str, ...]) -> None:
     make_files(tmp_path, ffn_size=64)  # on CPUs SGLang wants shares of 32
     make_prompts(tmp_path)

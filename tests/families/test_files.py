@@ -111,5 +111,11 @@ def test_folder_without_safetensors_is_refused(tmp_path):
 def test_path_is_a_folder_or_a_cached_hub_id(tmp_path):
     assert resolve_folder(str(tmp_path)) == tmp_path
     for wrong in ("nobody/no-such-model-here", str(tmp_path / "nowhere"), "a b"):
-        with pytest.raises(CheckpointError, match="neither a folder nor a hub id"):
+        with pytest.raises(CheckpointError, match=r"neither a folder nor a hub id.*`hf download`"):
             resolve_folder(wrong)
+
+
+def test_who_has_not_run_the_quickstart_is_told_to(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"run \./scripts/quickstart\.sh, which makes it"):
+        resolve_folder(".cache/quickstart/sft")
