@@ -40,6 +40,7 @@ from rlhf.reshard.from_store import fill
 from rlhf.reshard.layout import Box
 from rlhf.rollout.engine import RolloutEngine
 from rlhf.rollout.performance import PerformanceMonitor
+from rlhf.rollout.sglang.arguments import check_installed
 from rlhf.rollout.sglang.engine import SGLangEngine
 
 __all__ = ["Answer", "GenerationEngine", "SGLangConfig", "SamplingConfig", "open_engine"]
@@ -284,6 +285,8 @@ def open_engine(
         sampling=SamplingConfig(max_new_tokens=1),  # each call brings its own
         sglang=sglang or SGLangConfig(),
     )
+    if engine == "sglang":
+        check_installed(config.sglang, where=f"{WHERE}: engine")
     made = GenerationEngine(config, dtype=dtype, device=device, seed=seed, log_folder=log_folder)
     try:
         made.load(folder)

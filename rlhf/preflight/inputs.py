@@ -4,7 +4,6 @@ Reads headers only and imports no torch: scripts/launch.sh asks it first, then e
 """
 
 import importlib.util
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from rlhf.families.published import find_published
 from rlhf.families.registry import logical_tensors, read_spec
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.rollout.native.layout import check_tp
-from rlhf.rollout.sglang.arguments import check_names
+from rlhf.rollout.sglang.arguments import check_installed, check_names
 from rlhf.rollout.sglang.cpu import check_cpu_options, check_cpu_sizes
 from rlhf.rollout.sglang.layout import Sizes, check_sizes
 
@@ -107,7 +106,8 @@ def _check_generation(config: PPORunConfig, specs: dict[str, ModelSpec], faults:
         _check_positions(f"{name}.sampling.max_new_tokens", sampling, config.data, specs)
     _check_place("reward.function", config.reward.function)
     if config.rollout.engine == "sglang":
-        _check_sglang(config.rollout)
+        check_installed(config.rollout.sglang)
+        check_names(config.rollout.sglang)
         if config.job.device == "cpu":
             check_cpu_options(config.rollout.sglang)
     elif config.rollout.engine != "native":
@@ -117,18 +117,6 @@ def _check_generation(config: PPORunConfig, specs: dict[str, ModelSpec], faults:
             _TP_RULES[config.rollout.engine](actor, config.rollout)
             if config.rollout.engine == "sglang" and config.job.device == "cpu":
                 check_cpu_sizes(actor, Sizes(config.rollout.tp, config.rollout.sglang.ep))
-
-
-def _check_sglang(config: RolloutConfig) -> None:
-    check_names(config.sglang)
-    if config.sglang.python:
-        if shutil.which(config.sglang.python) is None:
-            refuse(f"rollout.sglang.python: {config.sglang.python} is no program; needs an interpreter; change it")
-    elif importlib.util.find_spec("sglang") is None:
-        refuse(
-            "rollout.engine: sglang given, but SGLang is not installed; needs it in the job's environment; run "
-            "scripts/setup.sh core sglang (on a GPU: set rollout.sglang.python, see README.md)"
-        )
 
 
 def _checked_folder(name: str, role: Role, *, save_hf: str) -> ModelSpec:

@@ -66,6 +66,10 @@ def test_it_says_ranks_and_folder(tmp_path: Path, capsys: pytest.CaptureFixture[
             "data.max_prompt_tokens = 24 make 65 positions; the actor's model was",
         ),
         (["rollout.tp=3"], "rollout.tp: 3 does not divide num_heads = 8"),
+        (
+            ["rollout.engine=sglang", "rollout.sglang.python=/no/python"],
+            "rollout.sglang.python: /no/python is no program",
+        ),
         (["rollout.engine=no_such_package:make"], "rollout.engine: no_such_package:make cannot be loaded"),
         (["critic.model.path=/nowhere"], "critic.model.path: '/nowhere' is neither a folder nor a hub id"),
         # its shapes are known here, which is enough for --check and not for a run

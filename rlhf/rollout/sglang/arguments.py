@@ -15,6 +15,18 @@ _FIELDS = Path("srt") / "arg_groups" / "field_order.py"
 """In SGLang's package: the names of all fields of its ServerArgs, as one tuple."""
 
 
+def check_installed(options: SGLangConfig, *, where: str = "rollout.engine") -> None:
+    """Refuse an engine on SGLang where the interpreter that it is to run in is not there, or has none."""
+    if options.python:
+        if shutil.which(options.python) is None:
+            refuse(f"rollout.sglang.python: {options.python} is no program; needs an interpreter; change it")
+    elif importlib.util.find_spec("sglang") is None:
+        refuse(
+            f"{where}: sglang given, but SGLang is not installed; needs it in this environment; run "
+            "scripts/setup.sh core sglang (on a GPU: set rollout.sglang.python, see README.md)"
+        )
+
+
 def check_names(options: SGLangConfig) -> None:
     """Refuse those of `extra_args` that SGLang does not know, with the nearest it does; nothing where none is found."""
     known = known_arguments(options.python)

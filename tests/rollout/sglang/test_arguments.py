@@ -1,12 +1,15 @@
 """Server arguments that SGLang has, by its files; a stand-in of them where it is not installed."""
 
+import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
 
+from rlhf.build.generation import open_engine
 from rlhf.config.sglang import SGLangConfig
 from rlhf.errors import ConfigError
-from rlhf.rollout.sglang.arguments import check_names, known_arguments
+from rlhf.rollout.sglang.arguments import check_installed, check_names, known_arguments
 from tests.rollout.sglang.tiny import needs_sglang
 
 
@@ -31,6 +34,18 @@ def test_an_unknown_argument_is_refused_with_the_nearest_one(python: str) -> Non
         match=r"max_prefil_tokens: unknown key; the nearest valid key is .*extra_args\.max_prefill_tokens; use",
     ):
         check_names(SGLangConfig(python=python, extra_args=("page_size=16", "max_prefil_tokens=9")))
+
+
+def test_an_engine_that_is_not_installed_is_refused_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sglang" else found(name))
+    with pytest.raises(ConfigError, match=r"open_engine: engine: sglang given.*run scripts/setup\.sh core sglang"):
+        open_engine("no/such/folder", engine="sglang")
+    check_installed(SGLangConfig(python=sys.executable))
+    with pytest.raises(ConfigError, match=r"rollout\.sglang\.python: /no/python is no program"):
+        check_installed(SGLangConfig(python="/no/python"))
 
 
 def test_where_no_sglang_is_found_nothing_is_known_to_be_wrong(tmp_path: Path) -> None:
