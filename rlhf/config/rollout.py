@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import inf
 
 from rlhf.config.checks import at_least, between, more_than, one_of, refuse
 from rlhf.config.sglang import SGLangConfig
@@ -39,6 +40,8 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         at_least("sampling.temperature", self.temperature, 0.0)
+        if self.temperature == inf:
+            refuse("sampling.temperature: inf given; needs a number that logits can be divided by; change it")
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             refuse(
                 f"sampling.temperature: {self.temperature} given; needs 0 (the most likely token) or at least "

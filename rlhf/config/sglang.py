@@ -1,7 +1,11 @@
 """How SGLang's engines are started."""
 
 import re
+from collections import Counter
 from dataclasses import dataclass
+from typing import Any
+
+import yaml
 
 from rlhf.config.checks import at_least, between, more_than, one_of, refuse
 
@@ -38,7 +42,16 @@ _HERE = {
 _SET_BY_US = re.compile(
     r"model_path|tokenizer_path|skip_tokenizer_init|load_format|custom_weight_loader|device|dtype|dp_size|pp_size|"
     r"nnodes|node_rank|dist_init_addr|base_gpu_id|gpu_id_step|context_length|enable_memory_saver|weight_version|"
-    r"enable_dp_attention|rl_on_policy_target|disaggregation_.*|weight_cache_.*|startup_weight_load_mode|.*lora.*"
+    r"enable_dp_attention|rl_on_policy_target|disaggregation_.*|weight_cache_.*|startup_weight_load_mode|.*lora.*|"
+    # another model, or other processes
+    r"json_model_override_args|model_impl|model_config_parser|is_embedding|encoder_only|language_(model_)?only|dllm_.*|"
+    r"tokenizer_worker_num|detokenizer_worker_num|use_ray|custom_sigquit_handler|gated_launch_port|"
+    # other cuts of the weights
+    r"(attn|moe)_dp_size|attn_cp_size|d(c|wd)p_size|moe_dense_tp_size|shared_experts_tp_size|enable_dp_lm_head|"
+    r"enable_eplb|eplb_.*|ep_num_redundant_experts|init_expert_location|enable_elastic_expert_backup|elastic_ep_.*|"
+    # other answers
+    r"preferred_sampling_params|sampling_defaults|incremental_streaming_output|allow_auto_truncate|max_queued_requests|"
+    r"(enable_)?watermark.*|grammar_backend|prefill_only_disable_kv_cache"
 )
 """Server arguments that the engine sets itself, or that a training rollout cannot do with."""
 
@@ -124,6 +137,9 @@ class SGLangConfig:
         self._check_attention()
         for text in self.extra_args:
             self._check_extra(text)
+        for name, count in Counter(map(argument_name, self.extra_args)).items():
+            if count > 1:
+                refuse(f"sglang.extra_args: {name} given {count} times; needs one value; remove the others")
 
     def _check_attention(self) -> None:
         for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
@@ -157,11 +173,25 @@ class SGLangConfig:
             refuse_repacking("sglang.extra_args", name, text)
         if value.lower() in ("", "none", "null"):
             refuse(f"sglang.extra_args: {text!r} has no value; needs NAME=VALUE; leave it out")
+        try:
+            argument_value(text)
+        except yaml.YAMLError as error:
+            said = " ".join(str(error).split())
+            refuse(f"sglang.extra_args: {text!r} is no YAML ({said}); needs NAME=VALUE; quote the value")
 
 
 def argument_name(text: str) -> str:
     """Of one of `extra_args`."""
     return text.partition("=")[0]
+
+
+def argument_value(text: str) -> Any:
+    """Of one of `extra_args`, as YAML has it.
+
+    Raises:
+        yaml.YAMLError: It is none.
+    """
+    return yaml.safe_load(text.partition("=")[2])
 
 
 def is_taken(name: str) -> bool:

@@ -98,7 +98,8 @@ def _read_place() -> _Place:
 
 
 _OF_A_RANK = re.compile(
-    r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_.*|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|TORCH_NCCL_.*|OMP_NUM_THREADS|SGLANG_.*"
+    r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_.*|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|TORCH_NCCL_.*|OMP_NUM_THREADS|SGLANG_.*|"
+    r"PYTORCH_(CUDA_)?ALLOC_CONF"
 )
 
 
@@ -106,7 +107,9 @@ def environment_of_no_rank(**changes: str) -> dict[str, str]:
     """This process's environment for a child that must not take itself for a rank of the job, with some changes.
 
     Without the launcher's variables (with TORCHELASTIC_USE_AGENT_STORE a group of the child's own would wait for ever)
-    and without SGLANG_*, whose options come from the config. The job's marks stay: by them the child is found and ended.
+    and without SGLANG_*, whose options come from the config, and the allocator's settings, which are for training:
+    SGLang's memory saver does not start with expandable segments. The job's marks stay: by them the child is found and
+    ended.
     """
     kept = {name: value for name, value in os.environ.items() if not _OF_A_RANK.fullmatch(name)}  # noqa: TID251
     return kept | changes

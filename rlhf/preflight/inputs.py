@@ -21,7 +21,7 @@ from rlhf.families.published import find_published
 from rlhf.families.registry import logical_tensors, read_spec
 from rlhf.families.spec import Head, ModelSpec
 from rlhf.rollout.native.layout import check_tp
-from rlhf.rollout.sglang.arguments import check_installed, check_names
+from rlhf.rollout.sglang.arguments import check_arguments, check_installed
 from rlhf.rollout.sglang.cpu import check_cpu_options, check_cpu_sizes
 from rlhf.rollout.sglang.layout import Sizes, check_sizes
 
@@ -107,7 +107,7 @@ def _check_generation(config: PPORunConfig, specs: dict[str, ModelSpec], faults:
     _check_place("reward.function", config.reward.function)
     if config.rollout.engine == "sglang":
         check_installed(config.rollout.sglang)
-        check_names(config.rollout.sglang)
+        check_arguments(config.rollout.sglang)
         if config.job.device == "cpu":
             check_cpu_options(config.rollout.sglang)
     elif config.rollout.engine != "native":

@@ -24,6 +24,14 @@ from rlhf.errors import ConfigError
         ("enable_lora=true", "enable_lora is not free"),
         ("page_size", "needs NAME=VALUE"),
         ("page_size=", "has no value"),
+        ("page_size=[1", "is no YAML"),
+        ("json_model_override_args={num_hidden_layers: 1}", "json_model_override_args is not free"),
+        ("preferred_sampling_params={top_k: 3}", "preferred_sampling_params is not free"),
+        ("tokenizer_worker_num=2", "tokenizer_worker_num is not free"),
+        ("attn_dp_size=2", "attn_dp_size is not free"),
+        ("dcp_size=2", "dcp_size is not free"),
+        ("ep_num_redundant_experts=2", "ep_num_redundant_experts is not free"),
+        ("enable_watermark=true", "enable_watermark is not free"),
     ],
 )
 def test_options_that_would_break_a_sync_or_are_the_engines_own_are_refused_by_name(args: str, message: str) -> None:
@@ -35,6 +43,11 @@ def test_attention_on_amx_is_refused_and_other_options_are_taken() -> None:
     with pytest.raises(ConfigError, match="options of amx repack"):
         SGLangConfig(attention_backend="intel_amx")
     assert SGLangConfig(attention_backend="fa3", extra_args=("page_size=16", "disable_overlap_schedule=true"))
+
+
+def test_an_argument_is_given_once() -> None:
+    with pytest.raises(ConfigError, match="page_size given 2 times; needs one value"):
+        SGLangConfig(extra_args=("page_size=16", "enable_metrics=true", "page_size=32"))
 
 
 @pytest.mark.parametrize(

@@ -38,11 +38,12 @@ def test_a_child_that_is_no_rank_keeps_the_jobs_marks_and_none_of_torchruns(monk
     for name in ("RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "ROLE_RANK", "SGLANG_X"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("RLHF_NODE_RANK", "0")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     found = environment_of_no_rank(TMPDIR="/x")
     assert found["TMPDIR"] == "/x"
     assert found["PATH"] == os.environ["PATH"]
     assert [name for name in found if "RANK" in name or "MASTER" in name or "ELASTIC" in name] == ["RLHF_NODE_RANK"]
-    assert not [name for name in found if name.startswith(("SGLANG_", "LOCAL_", "ROLE_"))]
+    assert not [name for name in found if name.startswith(("SGLANG_", "LOCAL_", "ROLE_", "PYTORCH_"))]
 
 
 def test_one_rank_lives_in_this_process_and_gives_everything_back(tmp_path: Path) -> None:

@@ -4,13 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rlhf.config.rollout import RolloutConfig, SamplingConfig
-from rlhf.config.sglang import BY_SEED, SGLangConfig, argument_name
+from rlhf.config.sglang import BY_SEED, SGLangConfig, argument_name, argument_value
 from rlhf.families.spec import ModelSpec
 from rlhf.rollout.seeds import shifted
-from rlhf.rollout.sglang.arguments import check_names
+from rlhf.rollout.sglang.arguments import check_arguments
 from rlhf.rollout.sglang.cpu import check_cpu_options, check_cpu_sizes, cpu_args
 from rlhf.rollout.sglang.inside.entries import LOADER
 from rlhf.rollout.sglang.inside.sampling import BACKEND, BEGUN, STOP
@@ -23,6 +21,8 @@ ENVIRONMENT = {
     "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "0",  # a queue in /dev/shm, which a killed scheduler would leave behind
 }
 """Variables of every engine's processes."""
+TOP_K_ALL = 2**30
+"""What SGLang takes for no limit, and keeps in 32 bits."""
 NO_VERSION = "-1"
 """Weight version of the random weights that an engine starts with."""
 
@@ -89,8 +89,8 @@ def server_args(
         args |= cpu_args()
     else:
         args |= _gpu_args(options)
-    check_names(options)
-    return args | {argument_name(text): yaml.safe_load(text.partition("=")[2]) for text in options.extra_args}
+    check_arguments(options)
+    return args | {argument_name(text): argument_value(text) for text in options.extra_args}
 
 
 def _gpu_args(options: SGLangConfig) -> dict[str, Any]:
@@ -116,13 +116,19 @@ def sampling_args(
 
     seed: The sample's, `sample_seed`; its numbers are those of the places in the response, also where the request
         brings the first `begun_tokens` of the response behind the prompt's `prompt_tokens`.
+
+    By a top_k of 1 SGLang knows rows of temperature 0, whose log-probs are those of temperature 1. Where it is
+    asked for beside another temperature, the most likely token is kept by min-p instead.
     """
+    top_k, min_p = sampling.top_k, sampling.min_p
+    if top_k == 1 and sampling.temperature:
+        top_k, min_p = 0, 1.0
     ends = [] if sampling.ignore_eos else sorted({*eos_token_ids, *sampling.stop_token_ids})
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
-        "min_p": sampling.min_p,
+        "top_k": top_k if 0 < top_k < TOP_K_ALL else -1,
+        "min_p": min_p,
         "max_new_tokens": sampling.max_new_tokens - begun_tokens,
         "stop_token_ids": ends,
         "ignore_eos": not ends,

@@ -15,7 +15,7 @@ from rlhf.data.ragged import Ragged
 from rlhf.data.record import PromptRecord
 from rlhf.errors import DataError, EngineError
 from rlhf.rollout.engine import RolloutEngine
-from rlhf.rollout.feed import FixedRows, Work
+from rlhf.rollout.feed import FixedRows, Load, Verdict, Work
 from tests.rollout.feeds import assert_same
 from tests.rollout.parity.models import COMMON, FAMILIES, REAL, Checkpoint, checkpoint
 from tests.rollout.parity.references import chi_square, distribution, greedy, logprobs, shortfalls
@@ -263,6 +263,54 @@ def test_an_empty_prompt_is_refused_and_the_longest_is_answered(side: Side) -> N
         side.greedy([[1, *prompt]], 9)
     (answer,) = side.greedy([prompt], 9, ignore_eos=True)
     assert list(answer.tokens) == greedy(made.model, prompt, 9)
+
+
+@sides("llama")
+def test_the_most_likely_token_at_a_temperature_has_the_logprob_of_that_temperature(side: Side) -> None:
+    """A top_k of 1 is not a temperature of 0; and any number may be a top_k."""
+    made, prompts = side.checkpoint, prompts_of(side.checkpoint)
+    plain = side.greedy(prompts, 5)
+    for cut in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}):
+        answers = side.engine.generate(prompts, SamplingConfig(temperature=0.5, max_new_tokens=5, **cut))
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+        for prompt, answer in zip(prompts, answers, strict=True):
+            wanted = logprobs(made.model, prompt, answer.tokens, 0.5)
+            torch.testing.assert_close(torch.tensor(answer.logprobs), wanted, **CLOSE)
+    assert side.engine.generate(prompts[:1], SamplingConfig(top_k=2**40, max_new_tokens=1))
+
+
+class UntilSomeHaveEnded:
+    """A feed of one work that stops the run when so many rows have ended."""
+
+    def __init__(self, work: Work, wanted: int) -> None:
+        self._waiting, self._wanted = [work], wanted
+        self.parts: list[Rollout] = []
+
+    def take(self, load: Load) -> Work | None:
+        return self._waiting.pop() if self._waiting else None
+
+    def done(self, finished: Rollout) -> None:
+        self.parts.append(finished)
+
+    def verdict(self) -> Verdict:
+        ended = sum(int((part.finish_reasons != FinishReason.ABORT).sum()) for part in self.parts)
+        return Verdict.ABORT if ended >= self._wanted else Verdict.GO_ON
+
+
+@sides("llama")
+def test_a_response_that_is_stopped_at_its_end_is_none_to_be_continued(side: Side) -> None:
+    """A fifth of all tokens ends a response, so rows end in whatever step they are stopped."""
+    ends, stopped = tuple(range(60)), 0
+    sampling = SamplingConfig(temperature=2.0, max_new_tokens=60, stop_token_ids=ends)
+    for _ in range(4):
+        feed = UntilSomeHaveEnded(Work(batch_of(prompts_of(side.checkpoint), 30)), 20)
+        side.rollouts.run(feed, sampling)
+        for part in feed.parts:
+            for reason, row in zip(part.finish_reasons.tolist(), part.responses.rows(), strict=True):
+                begun = reason == FinishReason.ABORT and row.numel() > 0
+                stopped += begun
+                assert not (begun and int(row[-1]) in ends)
+    assert stopped > 20
 
 
 REQUESTS, COUNTS = 1000, (1, 3, 7, 12, 18)

@@ -119,6 +119,19 @@ def test_sampling_in_sglangs_words():
     assert ended["custom_params"] == {STOP: ["\n\n"], BEGUN: 0}
 
 
+def test_the_most_likely_token_of_a_tempered_distribution_is_no_row_of_temperature_zero():
+    """SGLang gives rows of top_k 1 log-probs of temperature 1, and dies of a top_k that is no int32."""
+
+    def asked(**given: float) -> tuple[int, float]:
+        args = sampling_args(SamplingConfig(**given), (), seed=1, prompt_tokens=1)
+        return args["top_k"], args["min_p"]
+
+    assert asked(top_k=1, temperature=0.5) == (-1, 1.0)
+    assert asked(top_k=1, temperature=0.0) == (1, 0.0)
+    assert asked(top_k=2, temperature=0.5, min_p=0.1) == (2, 0.1)
+    assert asked(top_k=2**31) == (-1, 0.0)
+
+
 def test_random_numbers_go_by_the_place_in_the_response():
     seed = sample_seed(3, 1007, 0)
     wanted = uniforms(torch.tensor(seed), torch.arange(40))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf.rollout.sglang.cpu import install_cpu_shim
-from rlhf.rollout.sglang.inside.sampling import draw_by_seed, stop_by_strings
+from rlhf.rollout.sglang.inside.sampling import draw_by_seed, end_before_abort, stop_by_strings
 from rlhf.rollout.sglang.life.board import Pulse, write_end
 from rlhf.rollout.sglang.life.parent import die_with_parent
 from rlhf.rollout.sglang.multi_host.meeting import meet_by_token
@@ -66,6 +66,7 @@ def run_scheduler(by_seed: bool, decode: bytes, *args: Any, **kwargs: Any) -> No
     _tell_times()
     # Its load, for routers: a file in /dev/shm that a killed process would leave behind.
     scheduler.create_load_snapshot_writer = lambda *_, **__: None
+    end_before_abort()
     if by_seed:
         draw_by_seed()
     if decode:

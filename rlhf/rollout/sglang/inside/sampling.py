@@ -1,4 +1,4 @@
-"""How SGLang's schedulers sample here: tokens by seed and place in the response, and our search for stop strings.
+"""How SGLang's schedulers sample here: tokens by seed and place in the response, and where responses end.
 
 SGLang draws from one random state a scheduler, unless it runs its batch-invariant kernels, which it has for GPUs only.
 A sampler of ours, registered for one of its sampling backends, draws each row's token by `rlhf.rollout.draw` instead,
@@ -49,6 +49,30 @@ def stop_by_strings(decode: bytes) -> None:
 
     search = _Search(pickle.loads(decode))
     Req._check_str_based_finish = lambda req, new_tokens=1: search.finish(req, new_tokens)
+
+
+def end_before_abort() -> None:
+    """Have this process's scheduler look whether a request that it stops has just ended; before it is made.
+
+    SGLang gives a running request that is to be aborted one more token, and says "aborted" whatever that is. Behind its
+    end such a response would go on once it is continued.
+    """
+    from sglang.srt.managers.schedule_batch import Req  # noqa: PLC0415
+
+    plain = Req.update_finish_state
+
+    def update(req: Any, new_accepted_len: int = 1) -> None:
+        abort = req.to_finish
+        if abort is None or abort.status_code is not None or not new_accepted_len:  # with a status: a fault of its own
+            plain(req, new_accepted_len)
+            return
+        req.to_finish = None
+        plain(req, new_accepted_len)
+        if not req.finished():
+            req.to_finish = abort
+            plain(req, new_accepted_len)
+
+    Req.update_finish_state = update
 
 
 def _sampler_by_seed() -> Any:

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from rlhf.rollout.sglang.inside.sampling import BACKEND, BEGUN, STOP, draw_by_seed, stop_by_strings
+from rlhf.rollout.sglang.inside.sampling import BACKEND, BEGUN, STOP, draw_by_seed, end_before_abort, stop_by_strings
 
 
 def letters(tokens: list[int]) -> str:
@@ -21,7 +21,17 @@ class Req:
         numbers = [ord(letter) - ord("a") for letter in prompt + begun]
         self.origin_input_ids, self.output_ids = numbers, [ord(letter) - ord("a") for letter in output]
         self.sampling_params = SimpleNamespace(custom_params={STOP: stop, BEGUN: len(begun)} if stop else None)
-        self.finished_reason = self.finished_len = None
+        self.finished_reason = self.finished_len = self.to_finish = None
+
+    def finished(self) -> bool:
+        return self.finished_reason is not None
+
+    def update_finish_state(self, new_accepted_len: int = 1) -> None:
+        """As SGLang's: what is to be aborted is, whatever its last token; `e` ends the others."""
+        if self.to_finish is not None:
+            self.finished_reason, self.to_finish = self.to_finish, None
+        elif ord("e") - ord("a") in self.output_ids[-new_accepted_len:]:
+            self.finished_reason = "stop"
 
     def _check_str_based_finish(self, new_accepted_len: int = 1) -> bool:
         raise AssertionError("SGLang's own search needs a tokenizer")
@@ -89,3 +99,27 @@ def test_a_string_inside_of_what_came_in_one_step_ends_the_response_there(sglang
     req = sglang["Req"](["c"], prompt="x", output="abcde")
     assert req._check_str_based_finish(4)
     assert req.finished_len == 3
+
+
+@pytest.mark.parametrize(
+    ("output", "new", "status", "stopped"),
+    [
+        ("abe", 1, None, True),
+        ("abc", 1, None, False),
+        ("aec", 1, None, False),
+        ("abe", 1, 500, False),  # SGLang gave it up by itself
+        ("abe", 0, None, False),  # nothing came
+    ],
+)
+def test_a_request_that_is_stopped_at_its_end_has_ended(
+    sglang: dict, output: str, new: int, status: int | None, stopped: bool
+) -> None:
+    end_before_abort()
+    req = sglang["Req"]([], prompt="x", output=output)
+    req.to_finish = abort = SimpleNamespace(status_code=status)
+    req.update_finish_state(new)
+    assert req.finished_reason == ("stop" if stopped else abort)
+    assert req.to_finish is None
+    going_on = sglang["Req"]([], prompt="x", output="ab")
+    going_on.update_finish_state()
+    assert not going_on.finished()
