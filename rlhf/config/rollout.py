@@ -5,7 +5,7 @@ from itertools import pairwise
 from math import inf
 
 from rlhf.config.checks import at_least, between, more_than, one_of, refuse
-from rlhf.config.sglang import SGLangConfig
+from rlhf.config.sglang import BY_SEED, SGLangConfig
 
 BUILT_IN = ("native", "sglang")
 """Engines of this package."""
@@ -52,6 +52,8 @@ class SamplingConfig:
         at_least("sampling.top_k", self.top_k, 0)
         between("sampling.min_p", self.min_p, 0.0, 1.0)
         at_least("sampling.max_new_tokens", self.max_new_tokens, 1)
+        if odd := [token for token in self.stop_token_ids if not 0 <= token < 2**31]:
+            refuse(f"sampling.stop_token_ids: {odd} given; needs ids of the model's tokenizer; change it")
         if "" in self.stop:
             refuse("sampling.stop: an empty string given, which would end each response at once; remove it")
         for name in ("stop_token_ids", "stop"):
@@ -150,6 +152,17 @@ class RolloutConfig:
                 f"rollout.tail: {self.tail} given with rollout.oversample = {self.oversample}; needs wait where a step "
                 "asks no more prompts than it learns from, else drop or continue; change one"
             )
+
+    def check_draws(self, where: str, sampling: SamplingConfig) -> None:
+        """Refuse what SGLang's own sampler cannot do beside batch-invariant kernels: its scheduler would end itself."""
+        alone = self.sglang.sampling_backend != BY_SEED
+        if self.engine == "sglang" and self.sglang.deterministic and alone:
+            for name, given in (("min_p", sampling.min_p > 0), ("top_k", sampling.top_k == 1)):
+                if given and sampling.temperature:
+                    refuse(
+                        f"{where}.{name}: {getattr(sampling, name)} given, which SGLang's own sampler cannot draw with "
+                        f"rollout.sglang.deterministic; needs ours; set rollout.sglang.sampling_backend={BY_SEED}"
+                    )
 
     @property
     def ranks(self) -> range:

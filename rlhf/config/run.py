@@ -158,6 +158,7 @@ class PPORunConfig:
         if self.data.held_out:
             used.append(("eval.sampling", self.eval.sampling))
         for name, sampling in used:
+            self.rollout.check_draws(name, sampling)
             if self.data.max_prompt_tokens + sampling.max_new_tokens > self.rollout.kv_cache_tokens:
                 refuse(
                     f"rollout.kv_cache_tokens: {self.rollout.kv_cache_tokens} is less than data.max_prompt_tokens + "
