@@ -96,7 +96,7 @@ def damage_shows(world: int, factory: GroupFactory, pairs: Iterable[Pair]) -> No
 
         sync = WeightSync(src, dst, topology=topology, group=group)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("rlhf.reshard.weight_sync.execute", execute_badly)
+            patch.setattr("rlhf.reshard.way.execute", execute_badly)
             WeightSync(src, dst, topology=topology, group=group, verify=Verify.NONE).update_weights(params, landed)
             if group is not None:
                 with pytest.raises(WeightSyncError, match=f"rank {victim} holds {one.tensor}\\["):
