@@ -59,8 +59,10 @@ def own_address(interface: str) -> str:
     if not interface:
         return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
     name = interface.split(",")[0]
-    found = {entry.family: entry.address for entry in psutil.net_if_addrs().get(name, ())}
-    for family in (socket.AF_INET, socket.AF_INET6):
-        if family in found:
-            return str(found[family])
+    entries = psutil.net_if_addrs().get(name, ())
+    found = [entry.address for entry in entries if entry.family == socket.AF_INET]
+    # An address of the link alone (fe80::1%eth0) comes last: to another node, the name behind it may mean nothing.
+    six = [entry.address for entry in entries if entry.family == socket.AF_INET6]
+    for address in (*found, *sorted(six, key=lambda one: one.startswith("fe80:"))):
+        return str(address)
     raise OSError(f"interface {name} is not here or has no address")
