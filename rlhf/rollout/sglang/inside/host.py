@@ -59,8 +59,7 @@ def main(fd: int) -> None:
         channel.send(Reply(0, error=f"{type(error).__name__}: {error}"))
         os._exit(1)
     if line is not None:
-        channel.send(Reply(0))
-        serve_member(engine, channel, line)
+        serve_member(channel, line)
     # What was imported is no garbage; on CPUs SGLang looks through it at each flush of its cache, for 0.3 s.
     engine.loop.run_until_complete(engine.tokenizer_manager.freeze_gc())
     host = Host(engine, channel, tp_size=order.server_args["tp_size"], cpu=order.cpu)

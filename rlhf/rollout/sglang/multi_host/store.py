@@ -4,7 +4,7 @@ torch's TCP store answers anybody. This one listens on one address, proves on bo
 (HMAC-SHA-256 of fresh nonces) before a byte of anything else is read, and reads JSON, never pickles. What it guards is
 who may take part; the bytes themselves pass in the clear, as those of gloo and NCCL do.
 
-The server also holds a line to each other host of the engine: it is told when one is gone.
+The server also holds a line to each other host of the engine: it is told when one is gone, or silent.
 """
 
 import atexit
@@ -12,6 +12,7 @@ import base64
 import contextlib
 import hmac
 import json
+import math
 import os
 import socket
 import struct
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch.distributed as dist
@@ -27,6 +29,9 @@ HANDSHAKE_S = 20.0
 """Whoever has not proved by then that it knows the token is cut off."""
 ANSWER_S = 60.0
 """How long a client waits for its part of that: the server's process may have its hands full, for it starts too."""
+SILENT_LOOKS, LOOK_S = 15, 1.0
+"""A member that has begun to beat is lost when so many looks in a row, so far apart, find no sign of life. They are
+counted, so that what was stopped together with its members does not take them for lost."""
 _NONCE, _PROOF = 32, 32
 _SIZE = struct.Struct("<I")
 _LONGEST = 1 << 24
@@ -67,11 +72,18 @@ class StoreServer:
                 _send(connected, self._answer(asked))
 
     def _hold(self, connected: socket.socket, name: str) -> None:
-        """A member's line: silent until its last word, if it has the time for one."""
-        word = ""
+        """A member's line: beats, if it gives any, until its last word, if it has the time for one."""
+        word, limit = "", math.inf
         with contextlib.suppress(OSError, ValueError):
             _send(connected, {})
-            word = str(_receive(connected)["how"])
+            silent = 0
+            while not word:
+                if not wait([connected], LOOK_S):
+                    silent += 1
+                    if silent >= limit:
+                        word = f"its host has given no sign of life for {silent * LOOK_S:g} s: stopped, or cut off"
+                    continue
+                word, silent, limit = str(_receive(connected)["how"]), 0, SILENT_LOOKS
         self._on_lost(name, word)
 
     def _answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,7 +185,10 @@ class GuardedStore(dist.Store):
 
 
 class Line:
-    """A member's line to the server: each end sees the other's end at once, or its host's within a minute."""
+    """A member's line to the server: each end sees the other's end at once, or its host's within a minute.
+
+    Once it has begun to beat, the server also sees that it is silent.
+    """
 
     def __init__(self, address: str, port: int, token: str, *, name: str, patience_s: float = 300.0) -> None:
         """Join as `name`; the server may take `patience_s` to be there.
@@ -197,6 +212,10 @@ class Line:
         """Returns when the server is gone."""
         with contextlib.suppress(OSError, ValueError):
             _receive(self._connected)
+
+    def beat(self) -> None:
+        """A sign of life; from the first one on the server waits for more."""
+        self.last_word("")
 
     def last_word(self, how: str) -> None:
         """Say how this member ended."""

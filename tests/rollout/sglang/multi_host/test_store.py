@@ -5,6 +5,7 @@ import queue
 import socket
 import struct
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -105,6 +106,19 @@ def test_a_server_that_does_not_know_the_token_is_not_trusted():
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(ConnectionError, match="server does not know the token"):
             GuardedStore(*listening.getsockname(), "secret").get("anything")
+
+
+def test_a_member_that_has_begun_to_beat_and_is_silent_is_lost(where, lost, monkeypatch):
+    monkeypatch.setattr(store, "LOOK_S", 0.05)
+    quiet, beating, silent = (Line(*where, "secret", name=name) for name in ("host a", "host b", "host c"))
+    silent.beat()
+    for _ in range(30):
+        beating.beat()
+        time.sleep(0.05)
+    assert lost.get(timeout=10) == ("host c", "its host has given no sign of life for 0.75 s: stopped, or cut off")
+    assert lost.empty()  # who does not beat yet still starts
+    for line in (quiet, beating):
+        line._connected.close()
 
 
 def test_the_server_hears_a_members_last_word_or_its_silence_and_a_member_the_servers_end(where, lost):
