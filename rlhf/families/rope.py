@@ -17,13 +17,16 @@ def read_rope(entries: Mapping[str, object], *, max_positions: int, where: str) 
     """Base frequency and Llama 3 scaling from `rope_theta` + `rope_scaling` (4.x) or `rope_parameters` (5.x).
 
     Raises:
-        CheckpointError: The rope type is neither default nor llama3, or a number is missing or cannot be one.
+        CheckpointError: The rope type is neither default nor llama3, a number is missing or cannot be one, or both are
+            given and say otherwise: transformers takes `rope_scaling` then, and other programs the other.
     """
-    found = entries.get("rope_parameters") or entries.get("rope_scaling") or {}
-    if not isinstance(found, Mapping) or any(isinstance(value, Mapping) for value in found.values()):
+    newer, older = (_settings(entries, key, where) for key in ("rope_parameters", "rope_scaling"))
+    if newer and older and _said(newer, entries) != _said(older, entries):
         raise CheckpointError(
-            f"{where}: rope settings {found!r}; needs one set for all layers; choose a model of another kind"
+            f"{where}: rope_parameters is {newer!r}, rope_scaling is {older!r}; needs one, or the same in both; "
+            "remove the one that is not meant"
         )
+    found = newer or older
     kind = found.get("rope_type", found.get("type", "default"))
     theta = positive_number({**entries, **found}, "rope_theta", where)
     if found.get("partial_rotary_factor", 1.0) != 1.0:
@@ -43,6 +46,21 @@ def read_rope(entries: Mapping[str, object], *, max_positions: int, where: str) 
     return theta, RopeScaling(
         factor=factor, low_freq_factor=low, high_freq_factor=high, original_max_positions=int(original)
     )
+
+
+def _settings(entries: Mapping[str, object], key: str, where: str) -> Mapping[str, object]:
+    found = entries.get(key) or {}
+    if not isinstance(found, Mapping) or any(isinstance(value, Mapping) for value in found.values()):
+        raise CheckpointError(
+            f"{where}: rope settings {found!r}; needs one set for all layers; choose a model of another kind"
+        )
+    return found
+
+
+def _said(found: Mapping[str, object], entries: Mapping[str, object]) -> dict[str, object]:
+    """Settings with what they leave to others filled in."""
+    kind = found.get("rope_type", found.get("type", "default"))
+    return {"rope_theta": entries.get("rope_theta"), **found, "rope_type": kind, "type": kind}
 
 
 def positive_number(entries: Mapping[str, object], key: str, where: str) -> float:

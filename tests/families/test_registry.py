@@ -115,6 +115,8 @@ def test_rotary_keys_of_transformers_4_and_5_mean_the_same():
     assert old.rope_theta == 5e5
     assert old.rope_scaling == spec("llama", scaled=True).rope_scaling
     without = {key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"}
+    both = {"rope_scaling": LLAMA3, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}}
+    assert spec_of({**base, "rope_theta": 5e5, **both}, where="c") == old
     whole = spec_of({**base, "rope_theta": 5e5, "rope_scaling": without}, where="c")
     assert whole.rope_scaling.original_max_positions == TINY["max_position_embeddings"]
     older = spec_of({**base, "rope_theta": 5e5, "rope_scaling": {**LLAMA3, "type": "llama3"}}, where="c")
@@ -156,6 +158,11 @@ def test_a_mistral_config_means_the_window_that_transformers_reads_from_it(entri
         ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": {**LLAMA3, "factor": 2.0}},
+            "rope_parameters is .* rope_scaling is .* needs one, or the same",
+        ),
+        ({"rope_parameters": LLAMA3, "rope_scaling": "x"}, "rope settings 'x'"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, "linear"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
