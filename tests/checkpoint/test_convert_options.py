@@ -93,3 +93,12 @@ def test_what_the_command_line_says_of_the_model_comes_before_what_the_folder_sa
         assert main(["inspect", str(there / kind), *argv, "--json", str(report)]) == 0
         (model,) = json.loads(report.read_text())["models"]
         assert model["spec"]["norm_eps"] == eps
+
+
+@pytest.mark.parametrize("size", ["0", "-1GB", "5 apples", "9" * 400], ids=["nothing", "negative", "unit", "endless"])
+def test_what_is_no_size_is_refused_as_an_argument(
+    size: str, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["to-hf", str(models / "llama"), str(tmp_path / "out"), f"--shard-size={size}"])
+    assert "needs a size such as 5GB" in capsys.readouterr().err

@@ -188,7 +188,11 @@ def num_bytes(text: str) -> int:
         argparse.ArgumentTypeError: It is no such size.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
-    if not found or found[2].upper() not in _UNITS or float(found[1]) * _UNITS[found[2].upper()] < 1:
+    if (
+        not found
+        or found[2].upper() not in _UNITS
+        or not 1 <= float(found[1]) * _UNITS[found[2].upper()] < float("inf")
+    ):
         raise argparse.ArgumentTypeError(f"{text!r} given; needs a size such as 5GB, 500MB or 2GiB")
     return int(float(found[1]) * _UNITS[found[2].upper()])
 

@@ -79,7 +79,7 @@ def verify(first: Weights, second: Weights, crew: Crew, *, cast: str, with_logit
         first: One side.
         second: The other.
         crew: The processes.
-        cast: See `compare_tensors`.
+        cast: See `compare_tensors`; logits are compared after it too.
         with_logits: Compare logits where it is possible.
 
     Raises:
@@ -90,7 +90,7 @@ def verify(first: Weights, second: Weights, crew: Crew, *, cast: str, with_logit
     reason = "not asked for"
     if with_logits:
         reason = next(iter(reason for reason in crew.all(_why_not(first, second, tensors)) if reason), "")
-    logits = None if reason else compare_logits(first, second)
+    logits = None if reason else compare_logits(first, second, cast=cast)
     return Verdict(first=first, second=second, configs=configs, tensors=tensors, logits=logits, no_logits=reason)
 
 

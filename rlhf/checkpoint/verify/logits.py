@@ -62,20 +62,22 @@ def why_not(first: Weights, second: Weights) -> str:
     return ""
 
 
-def compare_logits(first: Weights, second: Weights) -> Parity | None:
+def compare_logits(first: Weights, second: Weights, *, cast: str = "") -> Parity | None:
     """The Hugging Face folder among the two by transformers, the other side by our Megatron model, on the first rank.
 
-    Collective over the job, which has a process group; ranks but the first get None. See `why_not` first.
+    With `cast`, both sides compute in float32 with weights that were cast to that dtype first. Collective over the job,
+    which has a process group; ranks but the first get None. See `why_not` first.
     """
     from rlhf.mcore.logits import logits_on_first_rank  # noqa: PLC0415  # imports Megatron, seconds
 
     reference, other = (first, second) if isinstance(first, HfWeights) else (second, first)
     rows = tokens_of(reference.path, reference.spec)
     timeout = timedelta(seconds=TIMEOUT_S)
-    found = logits_on_first_rank(other.spec, _slices_of(other), rows, where=str(other.path), timeout=timeout)
+    dtype = getattr(torch, cast) if cast else None
+    found = logits_on_first_rank(other.spec, _slices_of(other, dtype), rows, where=str(other.path), timeout=timeout)
     if found is None:
         return None
-    return parity(_by_transformers(reference.path, rows), found)
+    return parity(_by_transformers(reference.path, rows, dtype), found)
 
 
 def parity(expected: Sequence[Tensor], found: Sequence[Tensor]) -> Parity:
@@ -108,7 +110,7 @@ def tokens_of(folder: Path, spec: ModelSpec) -> list[Tensor]:
     return [torch.randint(0, spec.vocab_size, (count,), generator=generator) for count in (5, 9, 13, 17)]
 
 
-def _by_transformers(folder: Path, rows: Sequence[Tensor]) -> list[Tensor]:
+def _by_transformers(folder: Path, rows: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
     from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
 
@@ -117,14 +119,16 @@ def _by_transformers(folder: Path, rows: Sequence[Tensor]) -> list[Tensor]:
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the grouped one wants sizes that are multiples of 16 bytes
     with torch.no_grad():
+        for param in model.parameters() if dtype else ():
+            param.copy_(param.to(dtype))
         return [model(row[None]).logits[0, :-1] for row in rows]
 
 
-def _slices_of(weights: Weights) -> Callable[[LogicalTensor, Box], Tensor]:
+def _slices_of(weights: Weights, dtype: torch.dtype | None) -> Callable[[LogicalTensor, Box], Tensor]:
     def slice_of(tensor: LogicalTensor, box: Box) -> Tensor:
         block = torch.empty(box.shape, dtype=weights.dtypes[tensor.name])
         weights.read([Wanted(tensor.name, box, block)])
-        return block
+        return block if dtype is None else block.to(dtype)
 
     return slice_of
 
