@@ -123,7 +123,7 @@ def damage(hurt: Callable[[], None]) -> Iterator[None]:
         hurt()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlhf.reshard.weight_sync.execute", execute_badly)
+        patch.setattr("rlhf.reshard.way.execute", execute_badly)
         yield
 
 

@@ -32,7 +32,7 @@ def _ruined(loop: PPOLoop, *ranks: int) -> Iterator[None]:
                 param.fill_(float("nan"))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlhf.reshard.weight_sync.execute", execute_badly)
+        patch.setattr("rlhf.reshard.way.execute", execute_badly)
         yield
 
 
