@@ -32,6 +32,13 @@ class FolderTexts:
         with suppress(CheckpointError):  # rows then end by their length alone
             self.end_ids = eos_token_ids(self._tokenizer, folder)
 
+    def read_like(self, other: "FolderTexts | None") -> bool:
+        """Whether tokens are the same texts there, so that one engine can look for stop strings in both."""
+        mine, others = self._tokenizer, None if other is None else other._tokenizer
+        if mine is None or others is None:
+            return other is not None and mine is others
+        return _spelling(mine) == _spelling(others)
+
     def encode(self, number: int, text: str, *, chat: bool) -> list[int]:
         """Tokens of prompt `number`.
 
@@ -60,3 +67,10 @@ class FolderTexts:
         if self._tokenizer is None:
             return [""] * len(responses.lengths)
         return decode_responses(self._tokenizer, responses)
+
+
+def _spelling(tokenizer: "PreTrainedTokenizerBase") -> object:
+    """What its decoding depends on."""
+    if tokenizer.is_fast:
+        return tokenizer.backend_tokenizer.to_str()
+    return type(tokenizer), tokenizer.get_vocab()

@@ -10,42 +10,29 @@ The engines are those of training; weights go in as its syncs bring them, block 
 each tp rank's own shard, with checksums at the end. Imports no Megatron for Hugging Face folders.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from operator import index
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import torch
-from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from rlhf.build.engine_factories import engine_factory
-from rlhf.build.engine_place import device_group_of, device_named, ranks_of_engine
+from rlhf.build.folder_engine import WHERE, FolderEngine
 from rlhf.build.folder_texts import FolderTexts
-from rlhf.checkpoint.convert.hf import HfWeights
-from rlhf.checkpoint.convert.opening import open_weights
-from rlhf.checkpoint.convert.options import Given
-from rlhf.checkpoint.convert.sources import Wanted, Weights
+from rlhf.build.prompt_rows import positive, prompt_rows
 from rlhf.config.rollout import RolloutConfig, SamplingConfig
 from rlhf.config.sglang import SGLangConfig
 from rlhf.data.batch import FinishReason, PromptBatch, Rollout
 from rlhf.data.ragged import Ragged
 from rlhf.data.record import PromptRecord
-from rlhf.errors import CheckpointError, ConfigError, DataError, EngineError
-from rlhf.families.folder import has_safetensors, resolve_folder
-from rlhf.families.spec import Head
-from rlhf.reshard.from_store import fill
-from rlhf.reshard.layout import Box
-from rlhf.rollout.engine import RolloutEngine
+from rlhf.errors import ConfigError
 from rlhf.rollout.performance import PerformanceMonitor
 from rlhf.rollout.sglang.arguments import check_installed
-from rlhf.rollout.sglang.engine import SGLangEngine
 
 __all__ = ["Answer", "GenerationEngine", "SGLangConfig", "SamplingConfig", "open_engine"]
 
-WHERE = "open_engine"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -70,45 +57,31 @@ class GenerationEngine:
 
     def __init__(self, config: RolloutConfig, *, dtype: str, device: str, seed: int, log_folder: Path | None) -> None:
         """Nothing is started before the first `load`."""
-        self._config, self._dtype, self._device = config, dtype, device_named(device)
-        self._seed, self._log_folder = seed, log_folder
-        self._factory = engine_factory(config.engine)
-        self._engine: RolloutEngine | None = None
-        self._weights: Weights | None = None
-        self._texts: FolderTexts | None = None
-        self._group: ProcessGroup | None = None
-        self._num_samples, self._version, self._is_loaded = 0, 0, False
         self.performance = PerformanceMonitor()
         """Latencies, rates, queue and cache hits of what was generated since the last `load`, or its own `start()`."""
+        self._engine = FolderEngine(
+            config, dtype=dtype, device=device, seed=seed, log_folder=log_folder, performance=self.performance
+        )
+        self._num_samples = 0
 
     def load(self, folder: str | Path) -> None:
-        """Take a folder's weights; the first starts the engine, a later one must hold the same model.
+        """Take a folder's weights, and its tokenizer, chat template and end tokens.
+
+        Weights of the same model go into the running engine. For another model, or a tokenizer that reads tokens in
+        another way, the engine is ended and started anew in the same settings; also after it was lost.
 
         Raises:
-            CheckpointError: The folder holds no whole model that is known here, or another one than the engine's.
-            ConfigError, EngineError, LayoutError: The engine cannot have this model in these settings, or did not
-                start.
+            CheckpointError, LayoutError: The folder holds no whole model that is known here, or one that the layout
+                cannot have. What was there before stays loaded, unless files turn out to be damaged on the way.
+            EngineError: The engine is closed.
+            ConfigError, EngineError: It cannot have this model in these settings, or did not start: nothing is loaded.
         """
-        weights = _open(Path(resolve_folder(str(folder), where=WHERE)))
-        if self._weights is not None and weights.spec != self._weights.spec:
-            raise CheckpointError(
-                f"{weights.path}: holds {weights.spec}; needs the model of the open engine, {self._weights.spec}; open "
-                "another engine for it"
-            )
-        if self._engine is None:
-            self._engine = self._start(weights)
-        self._weights, self._is_loaded = weights, False
-        self._version += 1
-        into = self._engine.sinks() if isinstance(self._engine, SGLangEngine) else (self._engine.params(),)
-        first = 0 if self._group is None else self._group.rank()
-        fill(self._engine.layout(), dict(enumerate(into, start=first)), self._read)
-        self._engine.weights_updated(self._version)
-        self._is_loaded = True
+        self._engine.load(folder)
         self.performance.start()
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Iterable[str | Sequence[int]],
         sampling: SamplingConfig | None = None,
         *,
         n: int = 1,
@@ -121,7 +94,7 @@ class GenerationEngine:
 
         Args:
             prompts: Each a text, or token ids that are taken as they are.
-            sampling: How; `SamplingConfig()` if not given.
+            sampling: How; `SamplingConfig()` if not given. The folder's end tokens end answers too.
             n: Answers to each prompt. They are independent samples: of each row, of each call.
             chat: Texts are a user's messages, wrapped in the tokenizer's chat template.
 
@@ -129,27 +102,26 @@ class GenerationEngine:
             n answers to the first prompt, then those to the next.
 
         Raises:
-            DataError: A prompt is no text and no token ids, empty, too long for the model, or a text where the folder
-                has no tokenizer or no chat template.
-            EngineError: A token is outside the vocabulary, the engine has died, or its last `load` has failed.
+            DataError: A prompt is no text and no token ids, empty, too long for the model, has a token outside the
+                vocabulary, or is a text where the folder has no tokenizer or no chat template.
+            ConfigError: `sampling` is no SamplingConfig.
+            EngineError: The engine is closed, or its last `load` has failed.
+            EngineLostError: A process of it has died. The next `load` starts it anew.
         """
-        engine, sampling = self._open_engine, sampling or SamplingConfig()
-        if not self._is_loaded:
-            raise EngineError("generate: the last load has failed half-way; needs whole weights; load a folder again")
-        if n < 1:
-            raise DataError(f"generate: n = {n}; needs at least 1 answer to a prompt; change it")
-        if isinstance(prompts, str):
-            raise DataError("generate: one text given; needs a list of prompts; put it in brackets")
-        rows = [self._tokens(number, prompt, sampling, chat=chat) for number, prompt in enumerate(prompts)]
+        self._engine.require_open()
+        if not isinstance(sampling, SamplingConfig | None):
+            raise ConfigError(f"generate: sampling = {sampling!r:.80}; needs a SamplingConfig(...); change it")
+        texts, sampling, n = self._engine.texts, sampling or SamplingConfig(), positive("n", n)
+        rows = prompt_rows(prompts, sampling, encode=partial(texts.encode, chat=chat), room=self._engine.room)
         batch = self._batch([row for row in rows for _ in range(n)], n)
-        rollout = engine.generate(batch if self._leads else None, sampling)
-        return [] if rollout is None else self._answers(rollout, n)
+        if not sampling.ignore_eos:
+            sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *texts.end_ids))
+        rollout = self._engine.generate(batch if self._engine.rank == 0 else None, sampling)
+        return [] if rollout is None else _answers(rollout, n, texts)
 
     def close(self) -> None:
         """End the engine and its processes. Idempotent."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        self._engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -159,62 +131,9 @@ class GenerationEngine:
     ) -> None:
         self.close()
 
-    @property
-    def _open_engine(self) -> RolloutEngine:
-        if self._engine is None:
-            raise EngineError("generate: the engine is closed; needs an open one; call open_engine again")
-        return self._engine
-
-    @property
-    def _leads(self) -> bool:
-        return self._group is None or self._group.rank() == 0
-
-    def _start(self, weights: Weights) -> RolloutEngine:
-        self._group = ranks_of_engine(self._config)
-        self._texts = FolderTexts(weights.hf_files, weights=weights.path)
-        return self._factory(
-            weights.spec,
-            self._config,
-            tp_group=self._group
-            if self._device.type == "cpu" or self._group is None
-            else device_group_of(self._config),
-            cpu_group=self._group,
-            device=self._device,
-            dtype=getattr(torch, self._dtype or ("float32" if self._device.type == "cpu" else "bfloat16")),
-            run_seed=self._seed,
-            eos_token_ids=self._texts.end_ids,
-            log_folder=self._log_folder,
-            decode=self._texts.decode,
-            performance=self.performance,
-        )
-
-    def _read(self, tensor: str, box: Box) -> Tensor:
-        """A block from the files, in the engine's dtype."""
-        assert self._weights is not None, "load comes first"
-        block = torch.empty(box.shape, dtype=getattr(torch, self._open_engine.layout().dtype))
-        self._weights.read([Wanted(tensor, box, block)])
-        return block
-
-    def _tokens(self, number: int, prompt: str | Sequence[int], sampling: SamplingConfig, *, chat: bool) -> list[int]:
-        assert self._weights is not None, "load comes first"
-        assert self._texts is not None, "and reads the tokenizer"
-        found = self._texts.encode(number, prompt, chat=chat) if isinstance(prompt, str) else _token_ids(number, prompt)
-        longest = self._weights.spec.max_length
-        if not found:
-            raise DataError(f"generate: prompt {number} is empty; needs at least one token; leave it out")
-        if len(found) + sampling.max_new_tokens > longest:
-            raise DataError(
-                f"generate: prompt {number} has {len(found)} tokens and may get max_new_tokens = "
-                f"{sampling.max_new_tokens} more; needs at most {longest} together, the model's longest sequence; "
-                "shorten it, or lower max_new_tokens"
-            )
-        if len(found) + sampling.max_new_tokens > self._config.kv_cache_tokens:
-            raise DataError(
-                f"generate: prompt {number} has {len(found)} tokens and may get max_new_tokens = "
-                f"{sampling.max_new_tokens} more; needs at most kv_cache_tokens = {self._config.kv_cache_tokens} "
-                "together; open the engine with more, or lower max_new_tokens"
-            )
-        return found
+    def __repr__(self) -> str:
+        config = self._engine.config
+        return f"<GenerationEngine {config.engine}, tp {config.tp}, {self._engine.device}: {self._engine.state}>"
 
     def _batch(self, rows: list[list[int]], n: int) -> PromptBatch:
         first, self._num_samples = self._num_samples, self._num_samples + len(rows)
@@ -225,20 +144,6 @@ class GenerationEngine:
             tokens=Ragged.of([torch.tensor(row, dtype=torch.int64) for row in rows], dtype=torch.int64),
             records=(PromptRecord("", "", {}),) * len(rows),
         )
-
-    def _answers(self, rollout: Rollout, n: int) -> list[Answer]:
-        assert self._texts is not None, "load comes first"
-        columns = zip(
-            self._texts.read(rollout.responses),
-            rollout.responses.rows(),
-            rollout.rollout_logprobs.rows(),
-            rollout.finish_reasons.tolist(),
-            strict=True,
-        )
-        return [
-            Answer(row // n, text, tuple(tokens.tolist()), tuple(logprobs.tolist()), FinishReason(reason).name.lower())
-            for row, (text, tokens, logprobs, reason) in enumerate(columns)
-        ]
 
 
 def open_engine(
@@ -296,22 +201,15 @@ def open_engine(
     return made
 
 
-def _token_ids(number: int, prompt: Sequence[int]) -> list[int]:
-    """Python's integers or those of arrays; torch would cut off what is behind a point."""
-    try:
-        return [index(one) for one in prompt]
-    except TypeError as error:
-        raise DataError(
-            f"generate: prompt {number} is {prompt!r:.80}; needs a text or a list of token ids; change it, and put a "
-            "prompt that is alone in brackets"
-        ) from error
-
-
-def _open(folder: Path) -> Weights:
-    weights = HfWeights(folder) if has_safetensors(folder) else open_weights(Given(folder))
-    if weights.head is not Head.LM:
-        raise CheckpointError(
-            f"{weights.path}: holds a critic or reward model, which gives no tokens; needs a language model; take "
-            "another folder"
-        )
-    return weights
+def _answers(rollout: Rollout, n: int, texts: FolderTexts) -> list[Answer]:
+    columns = zip(
+        texts.read(rollout.responses),
+        rollout.responses.rows(),
+        rollout.rollout_logprobs.rows(),
+        rollout.finish_reasons.tolist(),
+        strict=True,
+    )
+    return [
+        Answer(row // n, text, tuple(tokens.tolist()), tuple(logprobs.tolist()), FinishReason(reason).name.lower())
+        for row, (text, tokens, logprobs, reason) in enumerate(columns)
+    ]

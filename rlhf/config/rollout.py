@@ -54,7 +54,9 @@ class SamplingConfig:
         at_least("sampling.max_new_tokens", self.max_new_tokens, 1)
         if odd := [token for token in self.stop_token_ids if not 0 <= token < 2**31]:
             refuse(f"sampling.stop_token_ids: {odd} given; needs ids of the model's tokenizer; change it")
-        if "" in self.stop:
+        if isinstance(self.stop, str):
+            refuse(f"sampling.stop: the text {self.stop!r} given; needs a list of strings; put it in brackets")
+        elif "" in self.stop:
             refuse("sampling.stop: an empty string given, which would end each response at once; remove it")
         for name in ("stop_token_ids", "stop"):
             if self.ignore_eos and (given := getattr(self, name)):

@@ -4,11 +4,14 @@ import json
 import os
 import re
 import shutil
+import signal
+import string
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +20,8 @@ import transformers
 from rlhf.build.generation import Answer, GenerationEngine, SamplingConfig, open_engine
 from rlhf.checkpoint.convert.command import main as convert
 from rlhf.data.tokenizer import tiny_tokenizer
-from rlhf.errors import CheckpointError, ConfigError, DataError, EngineError
+from rlhf.errors import CheckpointError, ConfigError, DataError, EngineError, EngineLostError
+from rlhf.rollout.sglang.engine import SGLangEngine
 from tests.harness.ranks import run_ranks
 from tests.rollout.sglang.tiny import needs_sglang
 from tests.rollout.test_native_engine import greedy_reference
@@ -125,9 +129,26 @@ def test_other_weights_of_the_same_model_are_loaded_into_the_open_engine(engine,
     assert answer.tokens != before.tokens
     engine.load(folder)
     assert engine.generate([[5, 6, 7]], GREEDY)[0].tokens == before.tokens
-    hf_model("qwen2", **SHAPE).save_pretrained(tmp_path / "else")
-    with pytest.raises(CheckpointError, match="needs the model of the open engine"):
-        engine.load(tmp_path / "else")
+
+
+def test_a_second_folder_brings_its_own_template_and_end_tokens_into_the_same_engine(
+    engine, model, folder, tmp_path
+) -> None:
+    second, running = tmp_path / "second", engine._engine._engine
+    shutil.copytree(folder, second)
+    (free,) = engine.generate([[9, 8]], SamplingConfig(temperature=0.0, max_new_tokens=9, ignore_eos=True))
+    last = next(token for token in free.tokens if token != 17)
+    (second / "generation_config.json").write_text(json.dumps({"eos_token_id": last}))
+    (second / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    engine.load(second)
+    (answer,) = engine.generate([[9, 8]], GREEDY)
+    assert answer.tokens == free.tokens[: free.tokens.index(last) + 1]
+    assert answer.finish_reason == "stop"
+    (chat,) = engine.generate(["hello"], GREEDY, chat=True)
+    assert chat.tokens == engine.generate(["hello!"], GREEDY)[0].tokens
+    engine.load(folder)
+    assert engine._engine._engine is running
+    check(model, [5, 6, 7], engine.generate([[5, 6, 7]], GREEDY)[0])
 
 
 def test_after_a_load_that_fails_half_way_nothing_is_answered_until_the_next(engine, model, folder, tmp_path) -> None:
@@ -135,7 +156,7 @@ def test_after_a_load_that_fails_half_way_nothing_is_answered_until_the_next(eng
     whole = (folder / "model.safetensors").read_bytes()
     before = engine.generate([[5, 6, 7]], GREEDY)[0]
     cut = tmp_path / "cut" / "model.safetensors"
-    reader = engine._read
+    reader = engine._engine._read
 
     def cuts_the_file(tensor, box):
         if "layers.1.mlp" in tensor:
@@ -143,7 +164,7 @@ def test_after_a_load_that_fails_half_way_nothing_is_answered_until_the_next(eng
         return reader(tensor, box)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_read", cuts_the_file)
+        patch.setattr(engine._engine, "_read", cuts_the_file)
         with pytest.raises(CheckpointError, match="fetch it again"):
             engine.load(tmp_path / "cut")
     with pytest.raises(EngineError, match="the last load has failed half-way"):
@@ -160,13 +181,71 @@ def test_prompts_that_cannot_be_answered_are_named(engine) -> None:
         ([1, 2], {}, "prompt 0 is 1; needs a text or a list of token ids"),
         ([[1], [1.5, 2.0]], {}, r"prompt 1 is \[1\.5, 2\.0\]; needs a text or"),
         ([[1], None], {}, "prompt 1 is None; needs a text or"),
-        ([[1]], {"n": 0}, "n = 0; needs at least 1"),
+        ([[1], b"12"], {}, "prompt 1 is b'12'; needs a text or"),
+        ([[1], [2, 300]], {}, r"prompt 1 has token 300; the model has 0\.\.299"),
+        ([[-1]], {}, "prompt 0 has token -1"),
+        ([[2**70]], {}, "prompt 0 has token 1180591620717411303424"),
+        ([[1]], {"n": 0}, "n = 0; needs a whole number of at least 1"),
+        ([[1]], {"n": 2.5}, r"n = 2\.5; needs a whole number"),
+        (
+            [[1]],
+            {"sampling": SamplingConfig(stop_token_ids=(300,))},
+            r"stop_token_ids = \[300\]; the model has 0\.\.299",
+        ),
     ):
         with pytest.raises(DataError, match=message):
-            engine.generate(prompts, GREEDY, **options)
-    with pytest.raises(EngineError, match=r"prompt token 300; the model has 0\.\.299"):
-        engine.generate([[300]], GREEDY)
+            engine.generate(prompts, **{"sampling": GREEDY, **options})
+    with pytest.raises(ConfigError, match=r"sampling = \{'temperature': 0\}; needs a SamplingConfig"):
+        engine.generate([[1]], {"temperature": 0})
+    with pytest.raises(ConfigError, match=r"sampling\.stop: the text 'ab' given; needs a list of strings"):
+        SamplingConfig(stop="ab")
     assert len(engine.generate([[1] * 111], GREEDY)[0].tokens) >= 1
+
+
+def test_an_interrupted_call_leaves_an_engine_that_answers(engine, model) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([[1]], SamplingConfig(max_new_tokens=100, ignore_eos=True), n=200)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    check(model, [5, 6, 7], engine.generate([[5, 6, 7]], GREEDY)[0])
+
+
+def test_for_another_model_with_another_tokenizer_the_engine_starts_anew_also_when_it_was_lost(
+    engine, model, tmp_path
+) -> None:
+    """The last with this engine, which has another model afterwards."""
+    other = hf_model("llama", **SHAPE | {"num_hidden_layers": 1})
+    other.save_pretrained(tmp_path)
+    tokenizer = tiny_tokenizer(tmp_path, ["one and two and three"] * 9, vocab_size=290)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 17}))
+    running = engine._engine._engine
+    if isinstance(running, SGLangEngine):
+        os.kill(psutil.Process(running.host_pid).children()[-1].pid, signal.SIGKILL)
+        sampling = SamplingConfig(max_new_tokens=100, ignore_eos=True)
+        with pytest.raises(EngineLostError, match="was ended by SIGKILL"):
+            engine.generate([[5, 6, 7]], sampling, n=2000)  # it is looked at twice a second
+        with pytest.raises(EngineError, match="the engine was lost; needs a new start; load a folder"):
+            engine.generate([[5, 6, 7]], GREEDY)
+    engine.load(tmp_path)
+    assert engine._engine._engine is not running
+    prompt = tokenizer("one and two").input_ids
+    (answer,) = engine.generate(["one and two"], GREEDY)
+    check(other, prompt, answer)
+    assert answer.text == tokenizer.decode(answer.tokens, skip_special_tokens=True)
+    letters = set(string.ascii_lowercase)
+    answers = engine.generate([prompt], SamplingConfig(max_new_tokens=60, stop=tuple(sorted(letters))), n=8)
+    stopped = [one for one in answers if letters & set(tokenizer.decode(one.tokens[-1:]))]
+    assert len(stopped) >= 4
+    assert {one.finish_reason for one in stopped} == {"stop"}
+    assert not any(letters & set(tokenizer.decode(one.tokens[:-1])) for one in answers)
 
 
 def test_converted_and_bare_folders_answer_like_the_original(folder, model, tmp_path) -> None:
@@ -186,8 +265,11 @@ def test_converted_and_bare_folders_answer_like_the_original(folder, model, tmp_
                 assert answer.text == ""
                 with pytest.raises(DataError, match="prompt 0 is a text, but there is no tokenizer"):
                     opened.generate(["one"], GREEDY)
-    with pytest.raises(EngineError, match="the engine is closed"):
+    with pytest.raises(EngineError, match="generate: the engine is closed"):
         opened.generate([[1]], GREEDY)
+    with pytest.raises(EngineError, match="load: the engine is closed"):
+        opened.load(folder)
+    assert "closed" in repr(opened)
 
 
 def check_ignoring_ends(model: transformers.PreTrainedModel, answer: Answer) -> None:
