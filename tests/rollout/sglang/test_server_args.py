@@ -33,6 +33,9 @@ def test_no_weights_are_read_and_all_of_the_cache_is_ours():
     assert args["context_length"] > SPEC.max_positions
     assert 0 <= args["random_seed"] < 2**31
     assert args["attention_backend"] == "torch_native"
+    assert args["skip_tokenizer_init"]
+    assert args["sleep_on_idle"]  # or a scheduler keeps a core from the ranks while models train
+    assert args_of("cpu", reply_limit_s=77.0)["watchdog_timeout"] == 77.0
 
 
 def test_gpus_give_memory_back_and_have_graphs_and_kernels_of_their_own():
@@ -59,6 +62,20 @@ def test_gpus_give_memory_back_and_have_graphs_and_kernels_of_their_own():
     plain = args_of("cuda", cuda_graph=False)
     assert plain["disable_cuda_graph"]
     assert plain.keys().isdisjoint({"attention_backend", "chunked_prefill_size", "cuda_graph_max_bs_decode"})
+
+
+def test_an_engine_on_several_hosts_is_told_which_part_is_this_ones():
+    config, several = (
+        RolloutConfig(engine="sglang", tp=2),
+        {"nnodes": 2, "node_rank": 1, "dist_init_addr": "10.0.0.1:9"},
+    )
+
+    def args(**where: object) -> dict:
+        place = Place("cuda", 0, 1, "bfloat16", **where)
+        return server_args(SPEC, config, place=place, model_folder=Path("/x"), run_seed=1)
+
+    assert args(num_nodes=2, node=1, meets_at="10.0.0.1:9") == args() | several
+    assert args().keys().isdisjoint(several)
 
 
 def test_our_sampler_takes_the_place_of_sglangs_torch_one():
@@ -112,10 +129,15 @@ def test_sampling_in_sglangs_words():
     )
     assert (free["top_k"], free["stop_token_ids"], free["ignore_eos"], free["sampling_seed"]) == (-1, [], True, 7)
     assert free["custom_params"] is None
+    assert (free["temperature"], free["top_p"], free["max_new_tokens"]) == (0.5, 1.0, 9)
     ended = sampling_args(
-        SamplingConfig(top_k=4, min_p=0.25, stop_token_ids=(9, 2), stop=("\n\n",)), (2, 5), seed=7, prompt_tokens=1
+        SamplingConfig(top_k=4, top_p=0.75, min_p=0.25, stop_token_ids=(9, 2), stop=("\n\n",)),
+        (2, 5),
+        seed=7,
+        prompt_tokens=1,
     )
     assert (ended["top_k"], ended["min_p"], ended["stop_token_ids"], ended["ignore_eos"]) == (4, 0.25, [2, 5, 9], False)
+    assert ended["top_p"] == 0.75
     assert ended["custom_params"] == {STOP: ["\n\n"], BEGUN: 0}
 
 
