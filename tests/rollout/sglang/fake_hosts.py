@@ -8,7 +8,9 @@ import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
+from rlhf.rollout.sglang.life import board
 from rlhf.rollout.sglang.life.board import HOST, Pulse, read_entries, watch_children
 from rlhf.rollout.sglang.wire import Answers, Ask, Beat, Reply, Response, pack_logprobs, pack_tokens, unpack_tokens
 
@@ -98,9 +100,9 @@ def crashes(fd: int) -> None:
 
 ROLES = ("scheduler tp 0", "scheduler tp 1", "detokenizer")
 CHILD = """
-import os, signal, sys, time
-from rlhf.rollout.sglang.life.board import Pulse
-role, parent = sys.argv[1], os.getppid()
+import os, select, signal, sys, time
+from rlhf.rollout.sglang.life.board import Pulse, write_raised
+role, parent, sibling = sys.argv[1], os.getppid(), int(sys.argv[2])
 pulse, moves = Pulse(role), True
 def hang(*_):
     global moves
@@ -110,20 +112,28 @@ def work(*_):
 signal.signal(signal.SIGUSR1, hang)
 signal.signal(signal.SIGUSR2, work)
 while os.getppid() == parent:
-    time.sleep(0.05)
+    if sibling < 0: time.sleep(0.05)
+    elif select.select([sibling], [], [], 0.05)[0]:
+        write_raised(RuntimeError("connection closed by peer"))
+        sys.exit(1)
     if moves and role != "detokenizer": pulse.beat()
 """
-"""A process of an engine: its event loop goes round until SIGUSR1; from SIGUSR2 on it only computes."""
+"""A process of an engine: its event loop goes round until SIGUSR1; from SIGUSR2 on it only computes. It may
+have a sibling, and raises when that is gone."""
 
 
 def with_children(fd: int) -> None:
-    """Has the processes of an engine of two ranks. Answers `echo`, and nothing else."""
+    """Has the processes of an engine of two ranks; tp 0 raises when tp 1 is gone. Answers `echo`, and nothing else."""
     channel = Connection(fd)
     channel.recv()
     pulse = Pulse(HOST)
     watch_children()
+    sees, held = os.pipe()
     for role in ROLES:
-        subprocess.Popen([sys.executable, "-c", CHILD, role])
+        ends = {ROLES[0]: (sees,), ROLES[1]: (held,)}.get(role, ())
+        sibling = sees if role == ROLES[0] else -1
+        subprocess.Popen([sys.executable, "-c", CHILD, role, str(sibling)], pass_fds=ends)
+    os.close(held)
     folder = Path(os.environ["TMPDIR"])
     while sum(entry.pulse > 0 for entry in read_entries(folder)) < 2 or len(read_entries(folder)) <= len(ROLES):
         time.sleep(0.01)
@@ -136,13 +146,25 @@ def with_children(fd: int) -> None:
                 channel.send(Reply(request.number, value=request.arguments))
 
 
+def with_children_under_load(fd: int) -> None:
+    """The same, and this process gets around to its children's ends a third of a second late."""
+    plain = board.write_end
+
+    def late(*arguments: Any) -> None:
+        time.sleep(0.3)
+        plain(*arguments)
+
+    board.write_end = late
+    with_children(fd)
+
+
 def dies_while_it_starts(fd: int) -> None:
     """Its scheduler is killed before it is ready; it says what SGLang says of that."""
     channel = Connection(fd)
     channel.recv()
     Pulse(HOST)
     watch_children()
-    child = subprocess.Popen([sys.executable, "-c", CHILD, ROLES[0]])
+    child = subprocess.Popen([sys.executable, "-c", CHILD, ROLES[0], "-1"])
     folder = Path(os.environ["TMPDIR"])
     while len(read_entries(folder)) < 2:
         time.sleep(0.01)

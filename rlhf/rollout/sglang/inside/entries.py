@@ -3,7 +3,6 @@
 SGLang's engine spawns its children through `Entry`, so that the shim for CPUs is in place before SGLang is.
 """
 
-import os
 import pickle
 import sys
 import traceback
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from rlhf.rollout.sglang.cpu import install_cpu_shim
 from rlhf.rollout.sglang.inside.sampling import draw_by_seed, end_before_abort, stop_by_strings
-from rlhf.rollout.sglang.life.board import Pulse, write_end
+from rlhf.rollout.sglang.life.board import Pulse, write_raised
 from rlhf.rollout.sglang.life.parent import die_with_parent
 from rlhf.rollout.sglang.multi_host.meeting import meet_by_token
 from rlhf.rollout.sglang.wire import Errand, Outcome, SchedulerErrand, write_outcome
@@ -118,7 +117,8 @@ def _tell_what_it_raises(module: Any) -> None:
 
     def telling() -> Any:
         error = sys.exc_info()[1]
-        write_end(os.getpid(), f"raised {type(error).__name__}: {error}")
+        assert error is not None, "it is asked where one is caught"
+        write_raised(error)
         return plain()
 
     module.get_exception_traceback = telling

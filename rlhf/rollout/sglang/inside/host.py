@@ -18,7 +18,7 @@ from typing import Any
 from rlhf.rollout.sglang.cpu import install_cpu_shim
 from rlhf.rollout.sglang.inside.entries import LOADER, RPC, Entry, packed_errand, run_detokenizer, run_scheduler
 from rlhf.rollout.sglang.inside.requests import Requests
-from rlhf.rollout.sglang.life.board import HOST, Pulse, watch_children
+from rlhf.rollout.sglang.life.board import HOST, Pulse, after_the_dead, watch_children
 from rlhf.rollout.sglang.life.parent import die_with_parent
 from rlhf.rollout.sglang.memory import GiveBack, TakeAgain
 from rlhf.rollout.sglang.multi_host.company import follow, lead, serve_member
@@ -71,9 +71,13 @@ def start_engine(order: Order) -> Any:
     """SGLang's engine, whose children begin in `rlhf/rollout/sglang/inside/entries.py`."""
     if order.cpu:
         install_cpu_shim()
-    from sglang.srt.entrypoints.engine import Engine  # noqa: PLC0415
+    from sglang.srt.entrypoints import engine  # noqa: PLC0415
+    from sglang.srt.managers import tokenizer_manager  # noqa: PLC0415
 
-    class HostedEngine(Engine):  # type: ignore[misc]  # without annotations
+    for module in (engine, tokenizer_manager):  # while it starts, and after
+        module.kill_process_tree = after_the_dead(module.kill_process_tree)
+
+    class HostedEngine(engine.Engine):  # type: ignore[misc]  # without annotations
         run_scheduler_process_func = Entry(partial(run_scheduler, order.by_seed, order.decode), order.cpu, os.getpid())
         run_detokenizer_process_func = Entry(run_detokenizer, order.cpu, os.getpid())
 

@@ -15,8 +15,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 HOST = "host"
+HEED_S = 1.0
+"""How long a process that raised waits before it says so. What it raised may follow from another's death, and the host
+leaves word of that well within this time, however loaded the machine."""
 _COUNT = struct.Struct("<q")
 _SIZE = 256
 
@@ -109,6 +113,25 @@ def write_end(pid: int, how: str, folder: Path | None = None) -> None:
         pass
     finally:
         part.unlink()
+
+
+def write_raised(error: BaseException, folder: Path | None = None) -> None:
+    """Leave word of an exception that ends this process, after a moment: deaths that may have led to it come first.
+
+    Others hear of it by this process's end alone, so nobody is ended on its account before.
+    """
+    time.sleep(HEED_S)
+    write_end(os.getpid(), f"raised {type(error).__name__}: {error}", folder)
+
+
+def after_the_dead(end_all: Callable[..., None]) -> Callable[..., None]:
+    """The same, a moment later: in the host, so that there is word of who ended before all are ended on its account."""
+
+    def late(*args: Any, **kwargs: Any) -> None:
+        time.sleep(HEED_S / 2)
+        end_all(*args, **kwargs)
+
+    return late
 
 
 def watch_children(folder: Path | None = None, *, every_s: float = 0.1) -> None:

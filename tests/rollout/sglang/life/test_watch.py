@@ -2,15 +2,17 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rlhf.errors import EngineError, EngineLostError
-from rlhf.rollout.sglang.life import watch
-from rlhf.rollout.sglang.life.board import read_entries, stat_of, write_end
+from rlhf.rollout.sglang.life import board, watch
+from rlhf.rollout.sglang.life.board import read_ends, read_entries, stat_of, write_end
 from rlhf.rollout.sglang.life.process import HostProcess
 from rlhf.rollout.sglang.life.watch import EngineWatch, Watched
 from tests.rollout.sglang.fake_hosts import ROLES
@@ -32,13 +34,19 @@ def pid_of(role: str, folder: Path) -> int:
     return next(entry.pid for entry in read_entries(folder) if entry.role == role)
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + SOON_S
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def lose(host: HostProcess, verb: str = "generate", **changes: bool) -> tuple[str, float]:
     """What the leader is told, and after how many seconds."""
-    tree = [psutil.Process(entry.pid) for entry in read_entries(host._watch.folder) if psutil.pid_exists(entry.pid)]
     began = time.monotonic()
     with pytest.raises(EngineLostError) as caught:
         host.call(verb, **changes)
-    assert not [process for process in tree if process.is_running()]
+    assert host.pids == []
     with pytest.raises(EngineLostError, match="its processes have ended"):
         host.call("echo")
     return str(caught.value), time.monotonic() - began
@@ -85,11 +93,42 @@ def test_a_scheduler_that_computes_is_alive_however_long_its_round_takes(host, t
 def test_what_ended_first_is_to_blame_whatever_followed(host, tmp_path):
     first, second = (pid_of(role, tmp_path) for role in ("detokenizer", "host"))
     os.kill(first, signal.SIGTERM)
-    until = time.monotonic() + SOON_S
-    while not EngineWatch(tmp_path).first_end() and time.monotonic() < until:
-        time.sleep(0.01)
+    wait_until(lambda: EngineWatch(tmp_path).first_end() != "")
     os.kill(second, signal.SIGKILL)
     assert f"detokenizer (pid {first}) was ended by SIGTERM" in lose(host)[0]
+
+
+def test_what_a_process_raises_because_another_was_killed_is_not_to_blame(tmp_path):
+    """Also where the host sees the death later than the sibling that was connected to it."""
+    host = start(tmp_path, "with_children_under_load", limit_s=600.0)
+    pid = pid_of("scheduler tp 1", tmp_path)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: len(read_ends(tmp_path)) == 2)  # the leader rank is at something else
+    ends = {end.pid: end.how for end in read_ends(tmp_path)}
+    assert ends[pid_of("scheduler tp 0", tmp_path)] == "raised RuntimeError: connection closed by peer"
+    assert f"scheduler tp 1 (pid {pid}) was ended by SIGKILL" in lose(host)[0]
+
+
+def test_who_is_ended_on_anothers_account_ends_after_there_is_word_of_it(tmp_path, monkeypatch):
+    """Also where the thread that awaits the first one's end is slow."""
+    enters = "import sys, time, pathlib; from rlhf.rollout.sglang.life.board import Pulse; "
+    enters += "Pulse(sys.argv[1], pathlib.Path(sys.argv[2])); time.sleep(600)"
+    first, second = (subprocess.Popen([sys.executable, "-c", enters, role, tmp_path]) for role in ("first", "second"))
+    plain = board.write_end
+
+    def slow(pid: int, how: str, folder: Path) -> None:
+        time.sleep(0.2 if pid == first.pid else 0.0)
+        plain(pid, how, folder)
+
+    monkeypatch.setattr(board, "write_end", slow)
+    board.watch_children(tmp_path, every_s=0.01)
+    wait_until(lambda: len(read_entries(tmp_path)) == 2)
+    time.sleep(0.2)
+    first.kill()
+    board.after_the_dead(second.kill)()
+    wait_until(lambda: len(read_ends(tmp_path)) == 2)
+    assert [process.wait() for process in (first, second)] == [-signal.SIGKILL] * 2
+    assert EngineWatch(tmp_path).first_end() == f"first (pid {first.pid}) was ended by SIGKILL"
 
 
 def test_an_exception_is_told_by_the_process_that_raised_it(host, tmp_path):
