@@ -26,6 +26,9 @@ TOP_K_ALL = 2**30
 NO_VERSION = "-1"
 """Weight version of the random weights that an engine starts with."""
 
+NO_WATCHDOG_S = 1e9
+"""SGLang's own watchdog counts time in which the whole job is suspended, and ends a slow start; `life/` watches."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -76,7 +79,7 @@ def server_args(
         "sampling_backend": BACKEND if options.sampling_backend == BY_SEED else options.sampling_backend,
         "grammar_backend": "none",
         "sleep_on_idle": True,  # a scheduler that waits would else keep a core busy while models train
-        "watchdog_timeout": options.reply_limit_s,
+        "watchdog_timeout": NO_WATCHDOG_S,
         "log_level": options.log_level,
     }
     if options.chunked_prefill_size:

@@ -98,7 +98,7 @@ def crashes(fd: int) -> None:
     raise SystemExit("a broken import")
 
 
-ROLES = ("scheduler tp 0", "scheduler tp 1", "detokenizer")
+ROLES = ("scheduler tp 0", "scheduler tp 1")
 CHILD = """
 import os, select, signal, sys, time
 from rlhf.rollout.sglang.life.board import Pulse, write_raised
@@ -109,30 +109,33 @@ def hang(*_):
     moves = False
 def work(*_):
     while True: pass
+def wait(*_):
+    pulse.await_others(True)
+    hang()
 signal.signal(signal.SIGUSR1, hang)
 signal.signal(signal.SIGUSR2, work)
+signal.signal(signal.SIGHUP, wait)
 while os.getppid() == parent:
     if sibling < 0: time.sleep(0.05)
     elif select.select([sibling], [], [], 0.05)[0]:
         write_raised(RuntimeError("connection closed by peer"))
         sys.exit(1)
-    if moves and role != "detokenizer": pulse.beat()
+    if moves: pulse.beat()
 """
-"""A process of an engine: its event loop goes round until SIGUSR1; from SIGUSR2 on it only computes. It may
-have a sibling, and raises when that is gone."""
+"""A process of an engine: its event loop goes round until SIGUSR1; from SIGUSR2 on it only computes, from
+SIGHUP on it waits for others. It may have a sibling, and raises when that is gone."""
 
 
 def with_children(fd: int) -> None:
-    """Has the processes of an engine of two ranks; tp 0 raises when tp 1 is gone. Answers `echo`, and nothing else."""
+    """Has the processes of an engine of two ranks; tp 0 raises when tp 1 is gone. Answers `echo`, and `nap` later."""
     channel = Connection(fd)
     channel.recv()
     pulse = Pulse(HOST)
     watch_children()
     sees, held = os.pipe()
     for role in ROLES:
-        ends = {ROLES[0]: (sees,), ROLES[1]: (held,)}.get(role, ())
-        sibling = sees if role == ROLES[0] else -1
-        subprocess.Popen([sys.executable, "-c", CHILD, role, str(sibling)], pass_fds=ends)
+        sibling, end = (sees, sees) if role == ROLES[0] else (-1, held)
+        subprocess.Popen([sys.executable, "-c", CHILD, role, str(sibling)], pass_fds=(end,))
     os.close(held)
     folder = Path(os.environ["TMPDIR"])
     while sum(entry.pulse > 0 for entry in read_entries(folder)) < 2 or len(read_entries(folder)) <= len(ROLES):
@@ -142,7 +145,9 @@ def with_children(fd: int) -> None:
         pulse.beat()
         if channel.poll(0.1):
             request = channel.recv()
-            if request.verb == "echo":
+            if request.verb == "nap":
+                time.sleep(request.arguments[0])
+            if request.verb in ("echo", "nap"):
                 channel.send(Reply(request.number, value=request.arguments))
 
 

@@ -71,6 +71,7 @@ def run_scheduler(by_seed: bool, decode: bytes, *args: Any, **kwargs: Any) -> No
     if decode:
         stop_by_strings(decode)
     _beat_at(scheduler.Scheduler, "ingest_requests", pulse)
+    _tell_waits(pulse)
     _tell_what_it_raises(scheduler)
     scheduler.run_scheduler_process(*args, **kwargs)
 
@@ -109,6 +110,23 @@ def _beat_at(cls: type, method: str, pulse: Pulse) -> None:
         return plain(*args, **kwargs)
 
     setattr(cls, method, beating)
+
+
+def _tell_waits(pulse: Pulse) -> None:
+    """Have the pulse say when this scheduler waits for others in a collective of host memory.
+
+    All of torch.distributed waits there. Of one on a device it is the stream that waits.
+    """
+    plain = torch.distributed.Work.wait
+
+    def telling(*args: Any, **kwargs: Any) -> Any:
+        pulse.await_others(True)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            pulse.await_others(False)
+
+    torch.distributed.Work.wait = telling  # type: ignore[method-assign]
 
 
 def _tell_what_it_raises(module: Any) -> None:

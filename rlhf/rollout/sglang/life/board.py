@@ -21,7 +21,8 @@ HOST = "host"
 HEED_S = 1.0
 """How long a process that raised waits before it says so. What it raised may follow from another's death, and the host
 leaves word of that well within this time, however loaded the machine."""
-_COUNT = struct.Struct("<q")
+_STATE = struct.Struct("<qq")
+"""Of a pulse: rounds, whether it awaits others."""
 _SIZE = 256
 
 
@@ -30,12 +31,14 @@ class Entry:
     """One process of an engine."""
 
     role: str
-    """host, scheduler tp R, or detokenizer."""
+    """host, or scheduler tp R."""
     pid: int
     born: int
     """Start of the process in the kernel's ticks: tells it from a later one with the same pid."""
     pulse: int = 0
     """Rounds of its event loop so far; 0: it has none yet."""
+    awaits: bool = False
+    """It is in a collective, where it waits for the slowest of its kind."""
 
     @property
     def title(self) -> str:
@@ -61,16 +64,20 @@ class Pulse:
         folder = folder or Path(tempfile.gettempdir())
         path, pid = folder / f"process_{os.getpid()}", os.getpid()
         told = json.dumps({"role": role, "pid": pid, "born": stat_of(pid)[1]}).encode()
-        path.with_suffix(".part").write_bytes(_COUNT.pack(0) + told.ljust(_SIZE))
+        path.with_suffix(".part").write_bytes(_STATE.pack(0, 0) + told.ljust(_SIZE))
         with path.with_suffix(".part").open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), _COUNT.size + _SIZE)
+            self._memory = mmap.mmap(file.fileno(), _STATE.size + _SIZE)
         path.with_suffix(".part").rename(path)
-        self._count = 0
+        self._rounds = 0
 
     def beat(self) -> None:
         """One more round; costs less than a microsecond."""
-        self._count += 1
-        _COUNT.pack_into(self._memory, 0, self._count)
+        self._rounds += 1
+        _STATE.pack_into(self._memory, 0, self._rounds, 0)
+
+    def await_others(self, awaits: bool) -> None:
+        """Whether this process waits for others of its kind now; as cheap."""
+        _STATE.pack_into(self._memory, 0, self._rounds, awaits)
 
     async def keep_beating(self, *, every_s: float = 1.0) -> None:
         """As long as the event loop that runs this goes round."""
@@ -87,7 +94,8 @@ def read_entries(folder: Path) -> list[Entry]:
             told = path.read_bytes()
         except FileNotFoundError:  # the folder is being removed
             continue
-        found.append(Entry(**json.loads(told[_COUNT.size :]), pulse=_COUNT.unpack_from(told)[0]))
+        rounds, awaits = _STATE.unpack_from(told)
+        found.append(Entry(**json.loads(told[_STATE.size :]), pulse=rounds, awaits=bool(awaits)))
     return sorted(found, key=lambda entry: entry.pid)
 
 

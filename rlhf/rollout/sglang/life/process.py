@@ -14,6 +14,7 @@ from typing import Any
 
 from rlhf.dist.ending import end_tree
 from rlhf.errors import EngineError, EngineLostError
+from rlhf.rollout.sglang.life.patience import Patience
 from rlhf.rollout.sglang.life.watch import STOPPED_LOOKS, EngineWatch, how_ended
 from rlhf.rollout.sglang.wire import Errand, Order, Reply, Request
 
@@ -70,7 +71,8 @@ class HostProcess:
         """
         self._watch = EngineWatch(folder)
         self._name, self._log_path, self._limit_s = log_path.stem, log_path, reply_limit_s
-        self._number, self._heard, self._looked = 0, time.monotonic(), 0.0
+        self._number, self._looked = 0, 0.0
+        self._silence = Patience(reply_limit_s)
         log_path.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
         with theirs, log_path.open("ab") as log:
@@ -110,7 +112,7 @@ class HostProcess:
         """Ask for something that is answered by messages, if at all; `hear` them."""
         if self._channel is None:
             raise self._closed()
-        self._heard = time.monotonic()  # it has so long from now on
+        self._silence.begin_anew()  # it has so long from now on
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `hear` reads its end
             self._channel.send(Request(0, verb, arguments))
 
@@ -122,17 +124,17 @@ class HostProcess:
         """
         if self._channel is None:
             raise self._closed()
-        told, now = list[Any](), time.monotonic()
+        told = list[Any]()
         try:
             while self._channel.poll(0.0 if told else wait_s):
                 told.append(self._channel.recv())
         except (EOFError, ConnectionResetError):
             raise self._lost("", verb) from None
         if told or not verb:
-            self._heard = now
-        elif now > self._heard + self._limit_s:
+            self._silence.begin_anew()
+        elif self._silence.is_over():
             raise self._lost(f"its host process has said nothing for {self._limit_s:g} s", verb)
-        if now > self._looked + SLICE_S:
+        if (now := time.monotonic()) > self._looked + SLICE_S:
             self._looked = now
             self._look(verb, should_move=True)
         return told
@@ -186,7 +188,7 @@ class HostProcess:
     ) -> Any:
         """The value of a request. `should_move`: see `EngineWatch.fault`."""
         assert self._channel is not None, "asked above"
-        until = time.monotonic() + limit_s
+        silence = Patience(limit_s)
         while True:
             try:
                 told = self._channel.recv() if self._channel.poll(SLICE_S) else None
@@ -194,7 +196,7 @@ class HostProcess:
                 raise self._lost("", verb) from None
             if told is None:
                 self._look(verb, should_move=should_move)
-                if time.monotonic() > until:
+                if silence.is_over():
                     raise self._lost(f"its host process has said nothing for {limit_s:g} s", verb)
                 if on_wait is not None:
                     on_wait()
@@ -219,8 +221,8 @@ class HostProcess:
     def _lost(self, fault: str, verb: str) -> EngineLostError:
         """The error that names the process at fault ("": find out); all of the engine's are gone afterwards."""
         if not fault or fault.endswith("died"):  # the host may be at its end because another process is
-            until = time.monotonic() + DYING_S
-            while (code := self._process.poll()) is None and not self._watch.first_end() and time.monotonic() < until:
+            dying = Patience(DYING_S)
+            while (code := self._process.poll()) is None and not self._watch.first_end() and not dying.is_over():
                 time.sleep(0.02)
             own = "" if code is None else f"host (pid {self.pid}) {how_ended(code)}"
             fault = self._watch.first_end() or own or fault or f"host (pid {self.pid}) closed its end"

@@ -8,12 +8,12 @@ import os
 import select
 import socket
 import struct
-import time
 import uuid
 from collections.abc import Callable
 from typing import Any
 
 from rlhf.errors import EngineError, EngineLostError
+from rlhf.rollout.sglang.life.patience import Patience
 
 _LENGTH = struct.Struct("<Q")
 _CREDENTIALS = struct.Struct("3i")
@@ -105,8 +105,8 @@ class Door:
             EngineLostError: Nobody does within the limit. What `while_waiting`, called a few times a second, raises.
         """
         self._socket.settimeout(_SLICE_S)
-        until = time.monotonic() + limit_s
-        while time.monotonic() < until:
+        patience = Patience(limit_s)
+        while not patience.is_over():
             while_waiting()
             try:
                 connected, _ = self._socket.accept()

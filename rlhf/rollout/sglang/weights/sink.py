@@ -2,7 +2,6 @@
 
 import math
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -18,6 +17,7 @@ from rlhf.reshard.transport import torch_dtype
 from rlhf.reshard.windows import NUM_REGIONS, Manifest
 from rlhf.rollout.sglang.layout import Sizes, check_table, padding_elements
 from rlhf.rollout.sglang.life.board import stat_of
+from rlhf.rollout.sglang.life.patience import Patience
 from rlhf.rollout.sglang.life.watch import Watched
 from rlhf.rollout.sglang.weights.channel import Channel, Door
 from rlhf.rollout.sglang.weights.loader import ServeTransfer
@@ -193,14 +193,13 @@ class SchedulerSink:
 
     def _patience(self) -> Callable[[], None]:
         """What to do while waiting for one answer: raise EngineLostError when there will be none."""
-        until = time.monotonic() + self._reply_limit_s
-        watched = self._watched
+        patience, watched = Patience(self._reply_limit_s), self._watched
 
         def look() -> None:
             fault = watched.fault(0) if watched is not None else ""  # whoever is asked has something to do
             if self._failure is None and fault:
                 self._failure = EngineLostError(f"weight update: {fault}; needs a living engine; see its log")
-            if self._failure is None and time.monotonic() > until:
+            if self._failure is None and patience.is_over():
                 self._failure = EngineLostError(
                     f"weight update: {self._peer} has not answered for {self._reply_limit_s:g} s, so it hangs or waits "
                     "for one that does; see the log of its engine; more time: rollout.sglang.reply_limit_s"

@@ -1,6 +1,7 @@
 """An engine's processes that die, stop or hang, whichever it is: found, named, and all ended. No SGLang is needed."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -90,12 +91,43 @@ def test_a_scheduler_that_computes_is_alive_however_long_its_round_takes(host, t
         time.sleep(0.3)
 
 
+def test_a_scheduler_that_waits_for_one_that_computes_is_not_to_blame(host, tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "STILL_S", 1.0)
+    os.kill(pid_of("scheduler tp 0", tmp_path), signal.SIGHUP)
+    os.kill(pid_of("scheduler tp 1", tmp_path), signal.SIGUSR2)
+    until = time.monotonic() + 3.0
+    while time.monotonic() < until:
+        assert host._watch.fault(should_move=True) == ""
+        time.sleep(0.3)
+
+
+@pytest.mark.parametrize("hangs", [0, 1])
+def test_of_two_that_do_nothing_the_one_that_waits_for_no_other_is_to_blame(host, tmp_path, monkeypatch, hangs):
+    """A scheduler in an endless sleep, and its sibling in a collective with it."""
+    monkeypatch.setattr(watch, "STILL_S", 1.0)
+    pids = [pid_of(role, tmp_path) for role in ROLES]
+    os.kill(pids[1 - hangs], signal.SIGHUP)
+    time.sleep(1.0)  # it waits for longer than the other hangs
+    os.kill(pids[hangs], signal.SIGUSR1)
+    text, seconds = lose(host)
+    assert f"{ROLES[hangs]} (pid {pids[hangs]}) hangs: it has not moved for 1 s" in text
+    assert seconds < SOON_S
+
+
+def test_schedulers_that_all_wait_for_one_another_are_named_together(host, tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "STILL_S", 1.0)
+    for role in ROLES:
+        os.kill(pid_of(role, tmp_path), signal.SIGHUP)
+    message = r"scheduler tp \d \(pid \d+\) and scheduler tp \d \(pid \d+\): all have waited for others"
+    assert re.search(message, lose(host)[0])
+
+
 def test_what_ended_first_is_to_blame_whatever_followed(host, tmp_path):
-    first, second = (pid_of(role, tmp_path) for role in ("detokenizer", "host"))
+    first, second = (pid_of(role, tmp_path) for role in ("scheduler tp 1", "host"))
     os.kill(first, signal.SIGTERM)
     wait_until(lambda: EngineWatch(tmp_path).first_end() != "")
     os.kill(second, signal.SIGKILL)
-    assert f"detokenizer (pid {first}) was ended by SIGTERM" in lose(host)[0]
+    assert f"scheduler tp 1 (pid {first}) was ended by SIGTERM" in lose(host)[0]
 
 
 def test_what_a_process_raises_because_another_was_killed_is_not_to_blame(tmp_path):
@@ -150,12 +182,27 @@ def test_a_pid_that_belongs_to_another_process_by_now_is_a_death():
     assert Watched("me", pid, stat_of(pid)[1] - 1).fault() == "me died"
 
 
+def looks_at_myself(monkeypatch, seconds: tuple[float, ...], state: Callable[[], str]) -> list[str]:
+    """What is wrong with this process, which does nothing, at these times."""
+    now, pid = [0.0], os.getpid()
+    watched = Watched("me", pid, stat_of(pid)[1], clock=lambda: now[0])
+    monkeypatch.setattr(watch, "stat_of", lambda _: (state(), watched._born, 1.0))
+    found = []
+    for now[0] in seconds:
+        found.append(watched.fault(7))
+    return found
+
+
+def test_processes_that_are_found_stopped_after_a_pause_of_the_watcher_get_another_look(monkeypatch):
+    """The whole job was stopped, and this process goes on first."""
+    states = iter("TTSTT")
+    found = looks_at_myself(monkeypatch, (0.5, 600.0, 600.5, 601.0, 601.5), lambda: next(states))
+    assert found == ["", "", "", "", "me is stopped (state T)"]
+
+
 def test_time_in_which_nobody_looked_does_not_count(monkeypatch):
     monkeypatch.setattr(watch, "STILL_S", 15.0)
-    pid, now = os.getpid(), iter([0.0, 0.5, 4000.0, 4000.5, 4001.0])
-    watched = Watched("me", pid, stat_of(pid)[1], clock=now.__next__)
-    monkeypatch.setattr(watch, "stat_of", lambda _: ("S", watched._born, 1.0))
-    assert [watched.fault(7) for _ in range(4)] == [""] * 4
+    assert looks_at_myself(monkeypatch, (0.5, 4000.0, 4000.5, 4001.0), lambda: "S") == [""] * 4
 
 
 def test_an_error_that_a_living_engine_reports_is_no_loss(tmp_path):
