@@ -65,7 +65,7 @@ def imports() -> Iterator[tuple[str, str, ast.Module]]:
 def test_every_name_that_is_imported_is_there() -> None:
     found = 0
     for module, name, _ in imports():
-        spec_of_module = name in {"scheduler", "detokenizer_manager"}  # modules themselves
+        spec_of_module = name in {"scheduler", "engine", "tokenizer_manager"}  # modules themselves
         names = {name} if spec_of_module and theirs(f"{module}.{name}").body else names_of(theirs(module))
         assert name in names or "*" in names, f"{module} has no {name}"
         found += 1
@@ -108,6 +108,16 @@ def test_methods_that_are_called_or_replaced_have_these_arguments(
         one for one in made.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) and one.name == method
     )
     assert [one.arg for one in function.args.args] == ["self", *arguments]
+
+
+def test_an_engine_starts_its_detokenizer_where_ours_starts_none() -> None:
+    made = class_of("sglang.srt.entrypoints.engine", "Engine")
+    (function,) = [
+        one for one in made.body if isinstance(one, ast.FunctionDef) and one.name == "_launch_detokenizer_subprocesses"
+    ]
+    assert {"server_args", "port_args", "run_detokenizer_process_func"} <= {one.arg for one in function.args.args}
+    for module in ("entrypoints.engine", "managers.tokenizer_manager"):
+        assert "kill_process_tree" in names_of(theirs(f"sglang.srt.{module}"))
 
 
 def test_memory_has_the_tags_that_are_given_back() -> None:

@@ -35,7 +35,7 @@ def test_no_weights_are_read_and_all_of_the_cache_is_ours():
     assert args["attention_backend"] == "torch_native"
     assert args["skip_tokenizer_init"]
     assert args["sleep_on_idle"]  # or a scheduler keeps a core from the ranks while models train
-    assert args_of("cpu", reply_limit_s=77.0)["watchdog_timeout"] == 77.0
+    assert args_of("cpu", reply_limit_s=77.0)["watchdog_timeout"] > 1e8  # it counts time in which a job is suspended
 
 
 def test_gpus_give_memory_back_and_have_graphs_and_kernels_of_their_own():

@@ -92,15 +92,6 @@ def _tell_times() -> None:
     SchedulerReqTimeStats.__getstate__ = tells
 
 
-def run_detokenizer(*args: Any, **kwargs: Any) -> None:
-    """The detokenizer process."""
-    Pulse("detokenizer")  # without a count: where it waits for work, nothing tells it from one that hangs
-    from sglang.srt.managers import detokenizer_manager  # noqa: PLC0415
-
-    _tell_what_it_raises(detokenizer_manager)
-    detokenizer_manager.run_detokenizer_process(*args, **kwargs)
-
-
 def _beat_at(cls: type, method: str, pulse: Pulse) -> None:
     """Every call of a method is a beat; an event loop makes one a round."""
     plain = getattr(cls, method)

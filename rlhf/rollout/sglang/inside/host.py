@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rlhf.rollout.sglang.cpu import install_cpu_shim
-from rlhf.rollout.sglang.inside.entries import LOADER, RPC, Entry, packed_errand, run_detokenizer, run_scheduler
+from rlhf.rollout.sglang.inside.entries import LOADER, RPC, Entry, packed_errand, run_scheduler
 from rlhf.rollout.sglang.inside.requests import Requests
 from rlhf.rollout.sglang.life.board import HOST, Pulse, after_the_dead, watch_children
 from rlhf.rollout.sglang.life.parent import die_with_parent
@@ -79,7 +79,11 @@ def start_engine(order: Order) -> Any:
 
     class HostedEngine(engine.Engine):  # type: ignore[misc]  # without annotations
         run_scheduler_process_func = Entry(partial(run_scheduler, order.by_seed, order.decode), order.cpu, os.getpid())
-        run_detokenizer_process_func = Entry(run_detokenizer, order.cpu, os.getpid())
+
+        @classmethod
+        def _launch_detokenizer_subprocesses(cls, **_: Any) -> tuple[list[Any], list[str]]:
+            """None: it has no tokenizer, and schedulers answer the host themselves. Nothing would ever reach it."""
+            return [], []
 
     return HostedEngine(**order.server_args)
 

@@ -69,13 +69,15 @@ def recording_sglang(record: Recorder, *, chosen: dict[str, str] | None = None) 
     class Engine:
         def __init__(self, **server_args: Any) -> None:
             record("Engine", server_args)
-            self.entries = (type(self).run_scheduler_process_func, type(self).run_detokenizer_process_func)
+            self.entry = type(self).run_scheduler_process_func
+            self.detokenizers = self._launch_detokenizer_subprocesses(server_args=server_args, port_args=None)
             self.tokenizer_manager = Tokenizer(record)
             self.loop = asyncio.new_event_loop()
 
     parts = {
-        "entrypoints.engine": {"Engine": Engine},
+        "entrypoints.engine": {"Engine": Engine, "kill_process_tree": record},
         "managers.io_struct": {},
+        "managers.tokenizer_manager": {"kill_process_tree": record},
         "runtime_context": {
             "get_exec": lambda: SimpleNamespace(moe=SimpleNamespace(moe_runner_backend=found["moe_runner_backend"])),
             "get_model": lambda: SimpleNamespace(quantization=found["quantization"]),
