@@ -1,5 +1,6 @@
 """Host processes without SGLang: each speaks to its leader rank as the real one does, up to a point."""
 
+import importlib.util
 import itertools
 import os
 import signal
@@ -77,6 +78,17 @@ def _said(ask: Ask, share: float) -> Response:
         versions=(("4", len(tokens)),) if tokens else (),
         error="ValueError: as asked" if came[0] == 99 else "",
     )
+
+
+def elsewhere(fd: int) -> None:
+    """Says of each module whether its environment has it; once."""
+    channel = Connection(fd)
+    channel.recv()
+    channel.send(Reply(0))
+    request = channel.recv()
+    found = [importlib.util.find_spec(name) is not None for name in request.arguments]
+    channel.send(Reply(request.number, value=found))
+    channel.poll(None)
 
 
 def never_ready(fd: int) -> None:

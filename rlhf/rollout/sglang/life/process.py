@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import rlhf
 from rlhf.dist.ending import end_tree
 from rlhf.errors import EngineError, EngineLostError
 from rlhf.rollout.sglang.life.patience import Patience
@@ -26,9 +27,12 @@ TAIL_LINES = 20
 
 HOST = "rlhf.rollout.sglang.inside.host:main"
 CHILD = (
-    "import importlib, json, sys; path, fd, module, name = json.loads(sys.argv[1]); sys.path[:] = path; "
+    "import importlib, json, sys; path, fd, module, name = json.loads(sys.argv[1]); "
+    "sys.path[:] = path[0] or sys.path + path[1]; "
     "getattr(importlib.import_module(module), name)(fd)"
 )
+OURS = str(Path(rlhf.__file__).parents[1])
+"""Where this package lies; last among the places of an interpreter of another environment, whose own go first."""
 
 
 class HostProcess:
@@ -55,7 +59,7 @@ class HostProcess:
 
         Args:
             order: What it is to start.
-            python: Interpreter; empty is this one.
+            python: Interpreter, with the packages of its own environment and this one; empty is the job's.
             environment: Of the process, whole but for the place of its temporary files.
             folder: For these, and for word of its processes; the engine's own.
             log_path: What it and SGLang print; appended to.
@@ -74,10 +78,11 @@ class HostProcess:
         self._number, self._looked = 0, 0.0
         self._silence = Patience(reply_limit_s)
         log_path.parent.mkdir(parents=True, exist_ok=True)
+        path = ([], [OURS]) if python else (sys.path, [])
         ours, theirs = socket.socketpair()
         with theirs, log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [python or sys.executable, "-c", CHILD, json.dumps([sys.path, theirs.fileno(), *entry.split(":")])],
+                [python or sys.executable, "-c", CHILD, json.dumps([path, theirs.fileno(), *entry.split(":")])],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -2,6 +2,7 @@
 
 import os
 import time
+import venv
 from pathlib import Path
 
 import psutil
@@ -15,10 +16,10 @@ from rlhf.rollout.sglang.wire import Beat, Order, Reply
 
 def start(folder: Path, entry: str = "answers", *, limit_s: float = 1.0, **changes: object) -> HostProcess:
     """A fake host; `changes` go to HostProcess."""
-    settings = {"start_limit_s": 30.0, "reply_limit_s": limit_s, "environment": dict(os.environ), **changes}
+    plain = {"start_limit_s": 30.0, "reply_limit_s": limit_s, "environment": dict(os.environ), "python": ""}
+    settings = plain | changes
     return HostProcess(
         Order(parent=os.getpid(), server_args={}, cpu=True),
-        python="",
         folder=folder,
         log_path=folder / "engine_0.log",
         entry=f"tests.rollout.sglang.fake_hosts:{entry}",
@@ -37,6 +38,18 @@ def test_an_answer_comes_back_and_an_error_leaves_the_host_alive(tmp_path):
     with pytest.raises(EngineError, match=r"engine_0: fail: ValueError: as asked"):
         host.call("fail")
     assert host.call("echo", 4)[0] == (4,)
+    host.close()
+
+
+def test_a_host_of_another_environment_has_that_ones_packages_and_only_our_own_beside_them(tmp_path):
+    venv.create(tmp_path / "other", symlinks=True)
+    (packages,) = (tmp_path / "other").glob("lib/python*/site-packages")
+    (packages / "only_there.py").write_text("WORD = 'there'")
+    host = start(tmp_path, "elsewhere", python=str(tmp_path / "other" / "bin" / "python"))
+    assert host.call("import", "only_there", "torch", "rlhf.errors") == [True, False, True]
+    host.close()
+    host = start(tmp_path, "elsewhere")
+    assert host.call("import", "only_there", "torch", "rlhf.errors") == [False, True, True]
     host.close()
 
 
