@@ -1,6 +1,7 @@
 """A rollout engine that has the weights of a model folder, outside training: started, filled from files, ended."""
 
 import warnings
+import weakref
 from pathlib import Path
 
 import torch
@@ -31,7 +32,10 @@ WHERE = "open_engine"
 
 
 class FolderEngine:
-    """Nothing is started before the first `load`. Where the engine has several ranks, all of them make all calls."""
+    """Nothing is started before the first `load`. Where the engine has several ranks, all of them make all calls.
+
+    An engine that is forgotten is closed, and at the interpreter's exit too.
+    """
 
     def __init__(
         self,
@@ -48,7 +52,9 @@ class FolderEngine:
         self._dtype = dtype or ("float32" if self.device.type == "cpu" else "bfloat16")
         self._seed, self._log_folder, self._performance = seed, log_folder, performance
         self._factory = engine_factory(config.engine)
-        self._engine: RolloutEngine | None = None
+        self._running: list[RolloutEngine] = []
+        """The engine, where there is one."""
+        weakref.finalize(self, _end, self._running)  # forgotten, or at the interpreter's exit
         self._weights: Weights | None = None
         self._texts: FolderTexts | None = None
         self._groups: tuple[ProcessGroup | None, ProcessGroup | None] | None = None
@@ -63,16 +69,16 @@ class FolderEngine:
         texts = FolderTexts(weights.hf_files, weights=weights.path)
         self._factory.layout_of(weights.spec, self.config, dtype=self._dtype)  # raises what no engine could have
         if self._weights is None or weights.spec != self._weights.spec or not texts.read_like(self._texts):
-            self._end()
+            _end(self._running)
         self._lacks = "the last load has failed half-way; needs whole weights"
-        if self._engine is None:
-            self._engine = self._start(weights, texts)
+        if not self._running:
+            self._running.append(self._start(weights, texts))
         self._weights, self._texts = weights, texts
         self._version += 1
         try:
-            self._fill(self._engine)
+            self._fill(self._running[0])
         except EngineLostError:
-            self._end()
+            _end(self._running)
             raise
         self._lacks = ""
 
@@ -83,18 +89,17 @@ class FolderEngine:
             EngineLostError: The engine has died; the next `load` starts it anew.
         """
         self.require_open()
-        assert self._engine is not None, "it is open"
         try:
-            return self._engine.generate(batch, sampling)
+            return self._running[0].generate(batch, sampling)
         except EngineLostError:
             self._lacks = "the engine was lost; needs a new start"
-            self._end()
+            _end(self._running)
             raise
 
     def close(self) -> None:
         """End the engine and its processes for good. Idempotent."""
         self._is_closed = True
-        self._end()
+        _end(self._running)
 
     def require_open(self) -> None:
         """Nothing, when it can answer.
@@ -159,17 +164,17 @@ class FolderEngine:
         fill(engine.layout(), dict(enumerate(into, start=self.rank)), self._read)
         engine.weights_updated(self._version)
 
-    def _end(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-
     def _read(self, tensor: str, box: Box) -> Tensor:
         """A block from the files, in the engine's dtype."""
         assert self._weights is not None, "load comes first"
         block = torch.empty(box.shape, dtype=getattr(torch, self._dtype))
         self._weights.read([Wanted(tensor, box, block)])
         return block
+
+
+def _end(running: list[RolloutEngine]) -> None:
+    while running:
+        running.pop().close()
 
 
 def _open(folder: Path) -> Weights:

@@ -21,6 +21,7 @@ from rlhf.build.generation import Answer, GenerationEngine, SamplingConfig, open
 from rlhf.checkpoint.convert.command import main as convert
 from rlhf.data.tokenizer import tiny_tokenizer
 from rlhf.errors import CheckpointError, ConfigError, DataError, EngineError, EngineLostError
+from rlhf.rollout.native.engine import NativeEngine
 from rlhf.rollout.sglang.engine import SGLangEngine
 from tests.harness.ranks import run_ranks
 from tests.rollout.sglang.tiny import needs_sglang
@@ -134,7 +135,7 @@ def test_other_weights_of_the_same_model_are_loaded_into_the_open_engine(engine,
 def test_a_second_folder_brings_its_own_template_and_end_tokens_into_the_same_engine(
     engine, model, folder, tmp_path
 ) -> None:
-    second, running = tmp_path / "second", engine._engine._engine
+    second, running = tmp_path / "second", engine._engine._running[0]
     shutil.copytree(folder, second)
     (free,) = engine.generate([[9, 8]], SamplingConfig(temperature=0.0, max_new_tokens=9, ignore_eos=True))
     last = next(token for token in free.tokens if token != 17)
@@ -147,7 +148,7 @@ def test_a_second_folder_brings_its_own_template_and_end_tokens_into_the_same_en
     (chat,) = engine.generate(["hello"], GREEDY, chat=True)
     assert chat.tokens == engine.generate(["hello!"], GREEDY)[0].tokens
     engine.load(folder)
-    assert engine._engine._engine is running
+    assert engine._engine._running == [running]
     check(model, [5, 6, 7], engine.generate([[5, 6, 7]], GREEDY)[0])
 
 
@@ -226,7 +227,7 @@ def test_for_another_model_with_another_tokenizer_the_engine_starts_anew_also_wh
     tokenizer = tiny_tokenizer(tmp_path, ["one and two and three"] * 9, vocab_size=290)
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 17}))
-    running = engine._engine._engine
+    running = engine._engine._running[0]
     if isinstance(running, SGLangEngine):
         os.kill(psutil.Process(running.host_pid).children()[-1].pid, signal.SIGKILL)
         sampling = SamplingConfig(max_new_tokens=100, ignore_eos=True)
@@ -235,7 +236,7 @@ def test_for_another_model_with_another_tokenizer_the_engine_starts_anew_also_wh
         with pytest.raises(EngineError, match="the engine was lost; needs a new start; load a folder"):
             engine.generate([[5, 6, 7]], GREEDY)
     engine.load(tmp_path)
-    assert engine._engine._engine is not running
+    assert engine._engine._running != [running]
     prompt = tokenizer("one and two").input_ids
     (answer,) = engine.generate(["one and two"], GREEDY)
     check(other, prompt, answer)
@@ -246,6 +247,29 @@ def test_for_another_model_with_another_tokenizer_the_engine_starts_anew_also_wh
     assert len(stopped) >= 4
     assert {one.finish_reason for one in stopped} == {"stop"}
     assert not any(letters & set(tokenizer.decode(one.tokens[:-1])) for one in answers)
+
+
+class Counted(NativeEngine):
+    """Says when it is closed."""
+
+    def close(self) -> None:
+        print("closed", flush=True)
+        super().close()
+
+
+@pytest.mark.parametrize("forgotten", ["del engine; gc.collect(); print('later')", "print('later')"])
+def test_an_engine_that_nobody_closes_is_closed_when_it_is_forgotten_or_python_ends(folder, model, forgotten) -> None:
+    script = f"""
+import gc
+from rlhf.build.generation import open_engine
+engine = open_engine({str(folder)!r}, engine="tests.build.test_generation:Counted")
+{forgotten}
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == (["closed", "later"] if "del" in forgotten else ["later", "closed"])
 
 
 def test_converted_and_bare_folders_answer_like_the_original(folder, model, tmp_path) -> None:
