@@ -175,7 +175,10 @@ class EnginePool:
             max_new_tokens=sampling.max_new_tokens,
         )
         claims = Claims(store, self._plan(question, [hello.takes_part for hello in hellos]), mine=self._number)
-        feed = PoolFeed(question, claims, self._config.max_running, self._config.batching == "buckets")
+        config = self._config
+        feed = PoolFeed(
+            question, claims, config.max_running, config.kv_cache_tokens, in_batches=config.batching == "buckets"
+        )
         if takes_part:
             self._run(feed, sampling)
         num_engines = sum(hello.takes_part for hello in hellos)
@@ -213,8 +216,13 @@ class EnginePool:
         if not engines:
             return queues
         if self._config.batching == "buckets":
-            edges, most = self._config.bucket_tokens, self._config.max_running
-            planned = bucket_routes(question.groups, len(engines), edges=edges, max_rows=most)
+            planned = bucket_routes(
+                question.groups,
+                len(engines),
+                edges=self._config.bucket_tokens,
+                max_rows=self._config.max_running,
+                max_tokens=self._config.kv_cache_tokens,
+            )
         else:
             planned = dynamic_routes(question.groups, len(engines))
         if len(engines) == 1 and self._config.batching == "dynamic":

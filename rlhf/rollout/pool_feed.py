@@ -30,6 +30,10 @@ class Question:
     keep: int
     """Groups wanted: the first so many that are whole."""
     attempt: int
+    expected_tokens: float
+    """Length that a response is expected to have."""
+    max_new_tokens: int
+    """Length that it can have."""
 
     @staticmethod
     def of(
@@ -42,8 +46,8 @@ class Question:
             begun: See above.
             keep: See above; None: all.
             attempt: Of `sample_seed`.
-            expected_tokens: Length that a response is expected to have.
-            max_new_tokens: Length that it can have.
+            expected_tokens: See above.
+            max_new_tokens: See above.
         """
         rows: dict[int, list[int]] = {}
         for row, prompt_id in enumerate(asked.prompt_ids.tolist()):
@@ -76,6 +80,8 @@ class Question:
             begun,
             len(groups) if keep is None else min(keep, len(groups)),
             attempt,
+            expected_tokens,
+            max_new_tokens,
         )
 
     def sample_ids(self, group: int) -> list[int]:
@@ -107,6 +113,8 @@ class PoolFeed:
     claims: Claims
     max_rows: int
     """No more is taken while the engine has so many rows."""
+    max_tokens: int
+    """Nor while those that it has are expected to need so many tokens of keys and values."""
     in_batches: bool
     """A unit is taken only by an engine that has nothing to do."""
     clock: Callable[[], float] = time.monotonic
@@ -116,7 +124,10 @@ class PoolFeed:
     """For each row taken: seconds from the call until then."""
     busy_s: float = 0.0
     """Seconds in which the engine had rows."""
+    num_tokens: int = 0
+    """Response tokens of all rows that came back."""
     _rows_out: int = 0
+    _rows_whole: int = 0
     _busy_from: float = 0.0
     _open: dict[int, int] = field(default_factory=dict)
     """Groups that are not whole, and how many of their rows are missing."""
@@ -134,14 +145,15 @@ class PoolFeed:
     def take(self, load: Load) -> Work | None:
         """See `Feed.take`."""
         now = self.clock()
-        if load.rows >= (1 if self.in_batches else self.max_rows) or now < self._claim_at:
+        if now < self._claim_at or self._is_full(load):
             return None
-        groups, rows = self._claimed(load.rows), self._rows_out
-        if not groups:
+        unit, rows = self.claims.next(), self._rows_out
+        if unit is None:
             self._claim_at = now + POLL_S
             return None
-        work = self.question.work(groups)
-        for at in groups:
+        self._units.append(unit)
+        work = self.question.work(unit.groups)
+        for at in unit.groups:
             self._open[at] = self.question.groups[at].rows
             self._group_of |= dict.fromkeys(self.question.sample_ids(at), at)
         self.queue_s += [now - self._began_at] * len(work.prompts)
@@ -149,28 +161,37 @@ class PoolFeed:
         self._rows_out += len(work.prompts)
         return work
 
-    def _claimed(self, rows: int) -> list[int]:
-        """Groups of as many units as fill an engine that has some rows; of one unit in batches."""
-        groups: list[int] = []
-        while rows < self.max_rows and not (groups and self.in_batches):
-            unit = self.claims.next()
-            if unit is None:
-                break
-            self._units.append(unit)
-            groups += unit.groups
-            rows += sum(self.question.groups[at].rows for at in unit.groups)
-        return groups
+    def _is_full(self, load: Load) -> bool:
+        """Whether the engine has enough to do; what it cannot begin is better left to others."""
+        if self.in_batches:
+            return load.rows > 0
+        return load.rows >= self.max_rows or (load.rows > 0 and self._expected_kv(load) >= self.max_tokens)
+
+    def _expected_kv(self, load: Load) -> float:
+        """Tokens of keys and values that the engine's rows are expected to need by the time they end.
+
+        The mean response is estimated from all tokens that were sampled here, over the number of those that ended: the
+        likeliest mean of lengths that are in part unknown yet, if they were exponential. So those that end first, the
+        short ones, do not make it too small. What was expected before counts as one response more.
+        """
+        question = self.question
+        so_far = load.rows * question.max_new_tokens - load.outstanding_tokens
+        mean = (question.expected_tokens + self.num_tokens + so_far) / (1 + self._rows_whole)
+        prompts = sum(len(question.groups[at].prompt) for at in self._open)
+        return prompts + load.rows * min(mean, question.max_new_tokens)
 
     def done(self, finished: Rollout) -> None:
         """See `Feed.done`."""
         self._ended.append(finished)
         self._rows_out -= len(finished)
+        self.num_tokens += finished.responses.values.numel()
         if not self._rows_out:
             self.busy_s += self.clock() - self._busy_from
         ids, reasons = finished.prompts.sample_ids.tolist(), finished.finish_reasons.tolist()
         for sample_id, reason in zip(ids, reasons, strict=True):
             at = self._group_of[sample_id]
             self._open[at] -= reason != FinishReason.ABORT
+            self._rows_whole += reason != FinishReason.ABORT
             if not self._open[at]:
                 del self._open[at]
                 self.place[at] = self._num_finished = self.claims.finish(self.question.groups[at].tokens)
@@ -204,11 +225,6 @@ class PoolFeed:
         groups = [self._group_of[sample_id] for sample_id in rows.sample_ids.tolist()]
         mine = torch.tensor([at in self.place or at in self._open for at in groups], dtype=torch.bool)
         return rows.select(mine.nonzero().flatten())
-
-    @property
-    def num_tokens(self) -> int:
-        """Response tokens of all rows that came back."""
-        return sum(int(part.responses.lengths.sum()) for part in self._ended)
 
     def slot_tokens(self) -> tuple[int, int]:
         """Tokens that slots had room for, and those that rows filled.

@@ -49,17 +49,19 @@ def dynamic_routes(groups: Sequence[Group], num_engines: int) -> tuple[Queue, ..
 
 
 def bucket_routes(
-    groups: Sequence[Group], num_engines: int, *, edges: Sequence[int], max_rows: int
+    groups: Sequence[Group], num_engines: int, *, edges: Sequence[int], max_rows: int, max_tokens: int
 ) -> tuple[Queue, ...]:
     """A queue for each engine, whose units are batches: groups of one length bucket, max_rows rows at most.
 
     A bucket holds the prompts of more tokens than the edge before and no more than its own; the last one, all longer
-    ones. A group of more rows than max_rows is a batch by itself. Batches with the longest prompts come first.
+    ones. A batch is expected to take no more than max_tokens, the room of an engine, so that none of its rows must wait
+    for another's end. A group of more than that is a batch by itself. Batches with the longest prompts come first.
     """
+    limits = max_rows, max_tokens
     buckets: list[list[int]] = [[] for _ in range(len(edges) + 1)]
     for at in sorted(range(len(groups)), key=lambda at: (-len(groups[at].prompt), groups[at].prompt, at)):
         buckets[bisect_left(edges, len(groups[at].prompt))].append(at)
-    batches = [batch for bucket in reversed(buckets) for batch in _batches(bucket, groups, num_engines, max_rows)]
+    batches = [batch for bucket in reversed(buckets) for batch in _batches(bucket, groups, num_engines, limits)]
     dealt = _dealt([[at] for at in range(len(batches))], [_of_batch(batch, groups) for batch in batches], num_engines)
     units = [Unit(tuple(batch), sum(groups[at].tokens for at in batch)) for batch in batches]
     return tuple(tuple(units[at] for piece in queue for at in piece) for queue in dealt)
@@ -70,18 +72,25 @@ def joined(queue: Queue) -> Unit:
     return Unit(tuple(at for unit in queue for at in unit.groups), sum(unit.tokens for unit in queue))
 
 
-def _batches(bucket: Sequence[int], groups: Sequence[Group], num_engines: int, max_rows: int) -> list[list[int]]:
-    """Consecutive groups of a bucket as batches of about as many rows each, as many batches for each engine."""
-    rows = sum(groups[at].rows for at in bucket)
-    num_batches = -(-rows // (num_engines * max_rows)) * num_engines
+def _batches(
+    bucket: Sequence[int], groups: Sequence[Group], num_engines: int, limits: tuple[int, int]
+) -> list[list[int]]:
+    """Consecutive groups of a bucket as batches of about as many rows each, as many batches for each engine.
+
+    `limits`: rows and tokens of a batch.
+    """
+    sizes = {at: (groups[at].rows, groups[at].tokens) for at in bucket}
+    whole = [sum(size[i] for size in sizes.values()) for i in range(2)]
+    num_batches = max(-(-whole[i] // (num_engines * limits[i])) for i in range(2)) * num_engines
     batches: list[list[int]] = []
-    filled = max_rows
+    filled = [0, 0]
     for at in bucket:
-        if filled * num_batches >= rows or filled + groups[at].rows > max_rows:
+        full = any(filled[i] + sizes[at][i] > limits[i] for i in range(2))
+        if not batches or full or filled[0] * num_batches >= whole[0]:
             batches.append([])
-            filled = 0
+            filled = [0, 0]
         batches[-1].append(at)
-        filled += groups[at].rows
+        filled = [filled[i] + sizes[at][i] for i in range(2)]
     return batches
 
 

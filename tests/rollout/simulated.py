@@ -33,6 +33,11 @@ class _Row:
         """Tokens still to come."""
         return self.length - self.begun - self.sampled
 
+    @property
+    def kv_tokens(self) -> int:
+        """Of keys and values, once it has ended; no prompt is shared."""
+        return int(self.work.prompts.tokens.lengths[self.place]) + self.length
+
 
 def _rollout(rows: Sequence[_Row], reason: FinishReason) -> Rollout:
     """Rows as an engine gives them back; token i of sample s is s * 1000 + i."""
@@ -58,6 +63,9 @@ class SimulatedEngine:
     lengths: Mapping[int, int]
     """Tokens of the response to each sample; known to nobody else."""
     slots: int
+    kv_tokens: int = 10**9
+    """Room for keys and values; a row enters once there is room for it until its end, all others behind it."""
+    max_new_tokens: int = 1000
     prefill_speed: int = 64
     """Prompt tokens computed in the time of one step."""
     running: list[_Row] = field(default_factory=list)
@@ -95,8 +103,9 @@ class SimulatedEngine:
 
     def _take(self) -> None:
         while len(self.running) + len(self.waiting) < self.slots:
-            rows = len(self.running) + len(self.waiting)
-            work = self.feed.take(Load(rows, rows))
+            rows = [*self.running, *self.waiting]
+            left = sum(self.max_new_tokens - row.begun - row.sampled for row in rows)
+            work = self.feed.take(Load(len(rows), left))
             if work is None:
                 return
             begun = [0] * len(work.prompts) if work.begun is None else work.begun.responses.lengths.tolist()
@@ -106,7 +115,11 @@ class SimulatedEngine:
     def _let_in(self) -> int:
         """Prompt tokens computed for rows that enter."""
         computed = set[tuple[int, int]]()
+        held = sum(row.kv_tokens for row in self.running)
         while self.waiting and len(self.running) < self.slots:
+            held += self.waiting[0].kv_tokens
+            if self.running and held > self.kv_tokens:
+                break
             row = self.waiting.popleft()
             self.running.append(row)
             computed.add((int(row.work.prompts.prompt_ids[row.place]), int(row.work.prompts.tokens.lengths[row.place])))
@@ -129,6 +142,7 @@ def pool_of(
     num_engines: int,
     *,
     slots: int,
+    kv_tokens: int = 10**9,
     batching: str = "dynamic",
     edges: Sequence[int] = (64, 256),
     clock: "Clock",
@@ -138,11 +152,11 @@ def pool_of(
     if batching == "dynamic":
         queues: tuple[Queue, ...] = dynamic_routes(question.groups, num_engines)
     else:
-        queues = bucket_routes(question.groups, num_engines, edges=edges, max_rows=slots)
+        queues = bucket_routes(question.groups, num_engines, edges=edges, max_rows=slots, max_tokens=kv_tokens)
     for number in range(num_engines):
         Claims.open(store, number)
     return [
-        PoolFeed(question, Claims(store, queues, mine=number), slots, batching == "buckets", clock.read)
+        PoolFeed(question, Claims(store, queues, mine=number), slots, kv_tokens, batching == "buckets", clock.read)
         for number in range(num_engines)
     ]
 

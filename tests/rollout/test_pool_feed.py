@@ -24,11 +24,13 @@ def question_of(prompt_lengths, samples, *, keep=None, begun=None, expected=60) 
     )
 
 
-def simulate(question, lengths, *, num_engines=4, slots=8, batching="dynamic", starts=()):
-    """Feeds and engines after a run on one clock."""
+def simulate(question, lengths, *, num_engines=4, slots=8, batching="dynamic", starts=(), kv=10**9, **more):
+    """Feeds and engines after a run on one clock. `claimed_kv`: what feeds think that engines hold, if not `kv`."""
     clock = Clock()
-    feeds = pool_of(question, num_engines, slots=slots, batching=batching, clock=clock)
-    engines = [SimulatedEngine(feed, lengths, slots) for feed in feeds]
+    feeds = pool_of(
+        question, num_engines, slots=slots, batching=batching, clock=clock, kv_tokens=more.pop("claimed_kv", kv)
+    )
+    engines = [SimulatedEngine(feed, lengths, slots, kv, **more) for feed in feeds]
     run_side_by_side(engines, clock, starts=starts)
     return feeds, engines
 
@@ -55,6 +57,46 @@ def test_four_engines_are_busy_for_the_same_time_within_a_tenth_on_skewed_length
     busy = [engine.busy for engine in engines]
     assert max(busy) / (sum(busy) / 4) <= 1.1
     assert sum(len(feed.answers()) for feed in feeds) == 1600
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_engines_whose_memory_holds_few_long_rows_are_even_too_for_they_claim_no_more_than_it_holds(mix):
+    """Room for about 4 of 300 rows beside slots for 80, in two runs; by slots alone an engine claims all its queue."""
+    spreads = {}
+    for claimed_kv in (10_000, 10**9):
+        for seed in range(2):
+            random = Random(seed)
+            prompt_lengths = [random.randint(1800, 3000) for _ in range(300)]
+            lengths = {row: min(60, MIXES[mix](random, row)) for row in range(300)}
+            _, engines = simulate(
+                question_of(prompt_lengths, 1),
+                lengths,
+                slots=80,
+                kv=10_000,
+                claimed_kv=claimed_kv,
+                prefill_speed=3000,
+            )
+            busy = [engine.busy for engine in engines]
+            spreads.setdefault(claimed_kv, []).append(max(busy) / (sum(busy) / 4))
+    assert max(spreads[10_000]) <= 1.1
+    assert sum(spreads[10_000]) < sum(spreads[10**9]) - 2 * 0.03
+
+
+@pytest.mark.parametrize("expected", [60, 500])
+def test_an_engine_takes_short_rows_up_to_its_slots_and_long_ones_up_to_its_memory(expected):
+    """Whatever the first guess at the responses' lengths: what was seen counts soon."""
+    for prompt_tokens, most in ((10, 16), (3000, 4)):
+        question = question_of([prompt_tokens] * 60, 1, expected=expected)
+        clock = Clock()
+        feed, _ = pool_of(question, 2, slots=16, kv_tokens=12_000, clock=clock)
+        engine = SimulatedEngine(feed, dict.fromkeys(range(60), 20), 16, 12_000)
+        taken = []
+        while not engine.over:
+            clock.steps += 1
+            engine.round()
+            taken.append(len(engine.running) + len(engine.waiting))
+        assert max(taken) == most
+        assert sum(len(part) for part in feed._ended) == 60
 
 
 def test_an_engine_that_starts_late_is_spared_and_one_that_starts_early_does_not_take_all():

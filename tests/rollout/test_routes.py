@@ -67,15 +67,16 @@ def test_a_prefix_that_all_prompts_share_binds_none_to_another():
 @given(SIZES, st.integers(1, 4), st.integers(1, 12))
 def test_a_batch_holds_whole_groups_of_one_bucket_and_no_more_rows_than_fit(sizes, num_engines, max_rows):
     groups = [Group((at,) * (at % 30 + 1), rows, tokens) for at, (rows, tokens) in enumerate(sizes)]
-    queues = bucket_routes(groups, num_engines, edges=(8, 20), max_rows=max_rows)
+    queues = bucket_routes(groups, num_engines, edges=(8, 20), max_rows=max_rows, max_tokens=700)
     assert sorted(at for queue in queues for at in members(queue)) == list(range(len(groups)))
     for unit in (unit for queue in queues for unit in queue):
         lengths = [len(groups[at].prompt) for at in unit.groups]
         assert len({(length > 8) + (length > 20) for length in lengths}) == 1
         assert len(unit.groups) == 1 or sum(groups[at].rows for at in unit.groups) <= max_rows
+        assert len(unit.groups) == 1 or sum(groups[at].tokens for at in unit.groups) <= 700
 
 
 def test_a_bucket_is_cut_into_as_many_batches_for_each_engine():
     groups = [Group((at,), 2, 10) for at in range(20)]
-    queues = bucket_routes(groups, 4, edges=(8,), max_rows=16)
+    queues = bucket_routes(groups, 4, edges=(8,), max_rows=16, max_tokens=10**6)
     assert [[2 * len(unit.groups) for unit in queue] for queue in queues] == [[10], [10], [10], [10]]

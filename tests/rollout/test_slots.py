@@ -52,6 +52,24 @@ def test_slots_shrink_when_that_lets_more_rows_run_and_are_worth_it():
     assert plan.next_cut() == Cut(8, SPAN_STEP)
 
 
+def test_slots_shrink_for_rows_that_come_one_by_one_too():
+    """Of 200 rows one in 40 is long; a row runs for about 6 steps. In slots as long as the first row it takes 203."""
+    scheduler, plan = plan_of(8)
+    waiting = [row(i, 4 * SPAN_STEP if i % 40 == 0 else 3) for i in range(200)]
+    steps = 0
+    while waiting or not scheduler.is_done:
+        room = plan.room if scheduler.num_running else 8
+        while waiting and scheduler.num_waiting < room:
+            plan.add([waiting.pop(0)])
+        plan.next_cut()
+        scheduler.admit()
+        scheduler.close_gaps()
+        steps += 1
+        ended = [slot for slot, one in scheduler.occupied() if (one.index + steps) % 6 == 0]
+        scheduler.finish(ended)
+    assert steps < 115
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.data(), st.lists(st.integers(1, CACHE - NEW), min_size=1, max_size=12), st.integers(1, 6))
 def test_every_row_gets_a_slot_as_long_as_it_may_grow_and_the_memory_is_never_exceeded(data, lengths, max_running):

@@ -71,7 +71,7 @@ class Decoder:
         """Sample a response to each row that comes in, until its feed says otherwise. Collective over the engine."""
         scheduler, ended = self._scheduler, list[EndedRow]()
         while True:
-            room = scheduler.num_open if scheduler.num_running else self._max_running
+            room = self._plan.room if scheduler.num_running else self._max_running
             orders = intake.next(
                 ended,
                 room=room - scheduler.num_waiting,

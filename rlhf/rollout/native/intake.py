@@ -66,7 +66,7 @@ class Intake:
 
         Args:
             ended: Rows that left since the last call; read on the leader.
-            room: How many rows could begin beyond those that wait.
+            room: How many rows are wanted beyond those that wait.
             new_tokens: Tokens sampled so far of the rows that run.
             is_idle: Nothing runs or waits: there is time.
 

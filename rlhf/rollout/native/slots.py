@@ -30,6 +30,14 @@ class SlotPlan:
         self._num_added = 0
         self._longest = deque[tuple[int, int]]()  # of the rows that wait, (which, tokens): each longer than all behind
 
+    @property
+    def room(self) -> int:
+        """How many rows could begin beside those that run, and one more where the slots are fewer than rows may run.
+
+        That one waits, so that shorter slots are made when they would do.
+        """
+        return self._scheduler.num_open + (self._now.num_slots < self._max_running)
+
     def add(self, rows: list[Row]) -> None:
         """Let rows wait."""
         for row in rows:
