@@ -1,4 +1,4 @@
-"""Engines without a model, on a clock of their own: what a pool's feeds make of them can be seen in milliseconds."""
+"""Engines without a model, on a clock of their own: what a pool makes of them can be seen in milliseconds."""
 
 import heapq
 from collections import deque
@@ -39,8 +39,8 @@ class _Row:
         return int(self.work.prompts.tokens.lengths[self.place]) + self.length
 
 
-def _rollout(rows: Sequence[_Row], reason: FinishReason) -> Rollout:
-    """Rows as an engine gives them back; token i of sample s is s * 1000 + i."""
+def _rollout(rows: Sequence[_Row], reason: FinishReason, version: int) -> Rollout:
+    """Rows as an engine gives them back; token i of sample s is s * 1000 + i, and keeps the version it came with."""
     counts = [row.begun + row.sampled for row in rows]
     prompts = PromptBatch.concat([row.work.prompts.select(torch.tensor([row.place])) for row in rows])
     first = prompts.sample_ids.repeat_interleave(torch.tensor(counts)) * 1000
@@ -51,8 +51,14 @@ def _rollout(rows: Sequence[_Row], reason: FinishReason) -> Rollout:
         tokens.like(-tokens.values.float()),
         torch.full((len(rows),), reason, dtype=torch.int8),
         tokens.like(torch.full_like(tokens.values, Provenance.SAMPLED, dtype=torch.uint8)),
-        tokens.like(torch.zeros_like(tokens.values, dtype=torch.int32)),
+        tokens.like(torch.cat([_versions(row, version) for row in rows])),
     )
+
+
+def _versions(row: _Row, version: int) -> torch.Tensor:
+    """Of a row's tokens."""
+    new = torch.full((row.sampled,), version, dtype=torch.int32)
+    return new if row.work.begun is None else torch.cat([row.work.begun.policy_versions.rows()[row.place], new])
 
 
 @dataclass(slots=True)
@@ -66,6 +72,7 @@ class SimulatedEngine:
     kv_tokens: int = 10**9
     """Room for keys and values; a row enters once there is room for it until its end, all others behind it."""
     max_new_tokens: int = 1000
+    version: int = 0
     prefill_speed: int = 64
     """Prompt tokens computed in the time of one step."""
     running: list[_Row] = field(default_factory=list)
@@ -78,14 +85,14 @@ class SimulatedEngine:
     def round(self) -> float:
         """One round of the engine; how many steps' time it took, LOOK at most."""
         if self.ended:
-            self.feed.done(_rollout(self.ended, FinishReason.STOP))
+            self.feed.done(_rollout(self.ended, FinishReason.STOP, self.version))
             self.ended = []
         verdict = self.feed.verdict()
         if verdict is Verdict.ABORT:
             rows = [*self.running, *self.waiting]
             self.running, self.waiting = [], deque()
             if rows:
-                self.feed.done(_rollout(rows, FinishReason.ABORT))
+                self.feed.done(_rollout(rows, FinishReason.ABORT, self.version))
         if verdict is Verdict.GO_ON:
             self._take()
         prefilled = self._let_in()
