@@ -323,9 +323,15 @@ def test_a_thousand_requests_of_mixed_lengths_are_all_answered_and_none_mixed_up
     lengths = torch.randint(1, 60, (REQUESTS,), generator=generator).tolist()
     prompts = [torch.randint(0, 300, (n,), generator=generator).tolist() for n in lengths]
     prompts[500:520] = [[*prompt[:-1], at] for at, prompt in enumerate(prompts[480:500])]  # cached but for the end
+    most = COMMON["max_position_embeddings"]
+    for at in (0, REQUESTS - 11, REQUESTS - 6, REQUESTS - 1):  # as long as may be, with the response that is asked for
+        longest = most - COUNTS[at % len(COUNTS)]
+        prompts[at] = torch.randint(0, 300, (longest,), generator=generator).tolist()
     for at, count in enumerate(COUNTS):
         sampling = SamplingConfig(temperature=0.0, max_new_tokens=count, ignore_eos=True)
         engine.submit(batch_of(prompts[at :: len(COUNTS)], first=at * REQUESTS), sampling)
+        with pytest.raises(EngineError, match="has an empty prompt"):  # which takes none of the others along
+            engine.submit(batch_of([*prompts[:3], []], first=7 * REQUESTS), sampling)
     rollout = engine.collect()
     asked = [(prompt, count) for at, count in enumerate(COUNTS) for prompt in prompts[at :: len(COUNTS)]]
     assert [row.tolist() for row in rollout.prompts.tokens.rows()] == [prompt for prompt, _ in asked]
@@ -333,6 +339,8 @@ def test_a_thousand_requests_of_mixed_lengths_are_all_answered_and_none_mixed_up
     assert rollout.prompts.sample_ids.tolist() == ids
     assert rollout.responses.lengths.tolist() == [count for _, count in asked]
     responses = [row.tolist() for row in rollout.responses.rows()]
-    assert float(shortfalls(model, [prompt for prompt, _ in asked], responses).max()) < NEAR
-    swapped = [responses[1], responses[0]]  # and an answer to another prompt would show
-    assert float(shortfalls(model, [prompt for prompt, _ in asked[:2]], swapped).max()) > 100 * NEAR
+    said = [(prompt, response) for (prompt, _), response in zip(asked, responses, strict=True)]
+    for rows in (said[1:-3], [said[0], *said[-3:]]):  # the longest apart, which the others would be padded to
+        assert float(shortfalls(model, *map(list, zip(*rows, strict=True))).max()) < NEAR
+    swapped = [responses[2], responses[1]]  # and an answer to another prompt would show
+    assert float(shortfalls(model, [prompt for prompt, _ in asked[1:3]], swapped).max()) > 100 * NEAR
