@@ -12,7 +12,7 @@ from tests.rollout.sglang.tiny import needs_sglang
 from tests.trainers.test_learning import check_learned, make_prompts, solved_before_and_after
 from tests.trainers.tiny_run import make_files
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow, *needs_sglang]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(900), *needs_sglang]
 
 CO_LOCATED_TP2 = ()
 """As the learning test has it: two engines of two ranks each on the actor's four, tp2 pp2."""
