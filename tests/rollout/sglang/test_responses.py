@@ -29,10 +29,10 @@ SAID = (
 ROWS = prompts((4, 1, 2))
 
 
-def ledger_with(work=None, *, performance=None):
+def ledger_with(work=None, *, performance=None, max_new_tokens=3):
     """That of a run with the work taken, and its rows."""
     made = Ledger(
-        SamplingConfig(max_new_tokens=3),
+        SamplingConfig(max_new_tokens=max_new_tokens),
         vocab_size=131,
         kv_cache_tokens=100,
         run_seed=1,
@@ -71,6 +71,17 @@ def test_new_tokens_stand_behind_those_that_the_row_came_with():
     assert found.responses.values.tolist() == [int(ROWS.tokens.rows()[1][-1]), 5, 6]
     assert found.rollout_logprobs.values.tolist() == [0.0, -1.0, -2.0]
     assert found.policy_versions.values.tolist() == [-1, 4, 4]
+
+
+def test_a_row_that_came_with_all_its_tokens_is_whole_and_asks_for_none():
+    begun = Rollout.unanswered(ROWS)
+    assert begun.finish_reasons.tolist() == [FinishReason.ABORT] * 3
+    ledger, rows = ledger_with(Work(ROWS, begun=begun), max_new_tokens=1)
+    assert rows == []
+    assert ledger.load(new_tokens=0).outstanding_tokens == 0
+    found = ledger.finished()
+    assert found.finish_reasons.tolist() == [FinishReason.LENGTH] * 3
+    assert torch.equal(found.responses.values, begun.responses.values)
 
 
 @pytest.mark.parametrize(

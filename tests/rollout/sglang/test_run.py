@@ -99,6 +99,13 @@ def test_stopped_rows_come_back_with_what_they_have_and_go_on(host):
     assert missing == sorted(6 - count for count in part.responses.lengths.tolist() if count < 6)
 
 
+def test_samples_of_a_prompt_that_come_together_are_marked_and_no_others(host):
+    batch, tells = prompts((3, 4, 5), samples=2).select(torch.tensor([0, 1, 2, 4, 5])), []
+    run(host, Scripted([Work(batch)]), tells=tells)
+    asked = {ask.number: ask.shares_prompt for _, asks in tells for ask in asks}
+    assert [asked[number] for number in sorted(asked)] == [True, True, False, True, True]
+
+
 def test_a_feed_may_stop_before_anything_or_have_nothing(host):
     run(host, Scripted([]))
     feed = Scripted(one_by_one(prompts((3, 4))), stops=lambda feed: True)
