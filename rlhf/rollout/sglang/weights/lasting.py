@@ -70,5 +70,7 @@ class LastingSink:
             return step()
         except EngineLostError as error:
             self.is_lost, self.cause = True, error
-            self._sink.give_up()
+            told = self._sink.give_up()
+            if isinstance(told, EngineLostError):
+                self.cause = told
             return None

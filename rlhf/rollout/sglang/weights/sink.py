@@ -154,11 +154,15 @@ class SchedulerSink:
             self._serving = None
             self._raise_failure()
 
-    def give_up(self) -> None:
+    def give_up(self) -> EngineError | None:
         """The engine is lost, and nothing more is wanted of it: this rank's scheduler is ended, so that nobody waits.
 
         Nothing but `close` may be called afterwards.
+
+        Returns:
+            What the engine's host has to say of a scheduler that was gone, on the leader; it knows how that ended.
         """
+        was_found_here = self._failure is not None  # and what ends below ends on its account
         if self._watched is not None:
             self._watched.end()
         if self._channel is not None:
@@ -166,6 +170,7 @@ class SchedulerSink:
         if self._serving is not None:  # the host answers, or is lost too
             self._serving.join()
             self._serving = None
+        return None if was_found_here else self._failure
 
     def close(self) -> None:
         """Nothing but `close` may be called afterwards."""
