@@ -93,7 +93,10 @@ def server_args(
     else:
         args |= _gpu_args(options)
     check_arguments(options)
-    return args | {argument_name(text): argument_value(text) for text in options.extra_args}
+    more = {argument_name(text): argument_value(text) for text in options.extra_args}
+    # In pages the cache is rounded down, a prompt is rounded up, and one page stays in reserve.
+    args["max_total_tokens"] += 3 * more.get("page_size", 0)
+    return args | more
 
 
 def _gpu_args(options: SGLangConfig) -> dict[str, Any]:

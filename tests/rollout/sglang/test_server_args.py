@@ -38,6 +38,14 @@ def test_no_weights_are_read_and_all_of_the_cache_is_ours():
     assert args_of("cpu", reply_limit_s=77.0)["watchdog_timeout"] > 1e8  # it counts time in which a job is suspended
 
 
+def test_a_cache_in_pages_has_room_for_the_longest_row_of_all_tokens_that_are_ours():
+    for page in (1, 16, 64, 128):
+        args = args_of("cuda", extra_args=(f"page_size={page}",))
+        have = args["max_total_tokens"] // page * page
+        for prompt in (1, 63, 64, 65, 400, 511):
+            assert have >= -(-prompt // page) * page + (512 - prompt) + page
+
+
 def test_gpus_give_memory_back_and_have_graphs_and_kernels_of_their_own():
     args = args_of(
         "cuda",
