@@ -1,6 +1,7 @@
 """The benchmarks' contract: rows, exit codes, what is said of missing peers; and that sides are compared fairly."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -16,10 +17,11 @@ from tools.benchmarks import command
 from tools.benchmarks.alone import run_alone
 from tools.benchmarks.compare import Options, add_comparison, take_turns
 from tools.benchmarks.even_reward import score
-from tools.benchmarks.measure import PeakMemory, Runs
+from tools.benchmarks.measure import PeakMemory, Runs, processor_s
 from tools.benchmarks.micro_dp import Size, as_good, recommended, sizes_of
 from tools.benchmarks.ppo_work import ppo_work, write_work
 from tools.benchmarks.report import Report, Row
+from tools.benchmarks.sglang_cost import add_cost, costs_of
 from tools.benchmarks.side import REPO, Side, SideError
 from tools.benchmarks.sides.hf_train import batches_of
 from tools.benchmarks.train import LONGEST, SHORTEST, lengths_of
@@ -162,6 +164,48 @@ def test_memory_of_a_job_counts_what_it_starts_and_its_failure_is_named(tmp_path
         process.kill()
 
 
+def test_processor_seconds_are_those_of_a_process_and_its_threads_whoever_asks() -> None:
+    """Against the child's own count: two threads at work for as long as it says, then asleep."""
+    work = """
+import hashlib, threading, time
+def work():
+    block = bytes(2**20)  # hashed without the interpreter's lock
+    while time.process_time() < 0.4:
+        hashlib.sha256(block).digest()
+threads = [threading.Thread(target=work) for _ in range(2)]
+[one.start() for one in threads]
+[one.join() for one in threads]
+print(time.process_time(), flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", work], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        told = float(process.stdout.readline())
+        found = processor_s(process.pid)
+        process.kill()
+    assert told <= found < told + 0.05  # what printing takes
+    assert processor_s(process.pid) == 0.0
+
+
+def test_the_cost_beside_sglang_is_edges_and_processor_time_beyond_its_own(tmp_path: Path) -> None:
+    """Three runs of a second: 10 ms of edges; leader 20, host 30, SGLang's own front 25 ms: 35 ms of 1 s."""
+
+    def run(front: float, **more: float) -> dict[str, object]:
+        spent = {"front": front, "rest": 0.8} | ({"leader": 0.02} if more else {})
+        return {"seconds": 1.0, "processor_s": spent, **more}
+
+    ours = [run(0.03, edges_s=0.01), run(0.03, edges_s=0.01), run(0.5, edges_s=0.01)]
+    theirs = [run(0.025), run(0.06), run(0.025)]
+    shares = [one.share for one in costs_of(ours, theirs)]
+    assert shares == pytest.approx([0.035, 0.01, 0.505])  # less than SGLang's own is none, not a gift
+    report = Report()
+    add_cost(report, "x", ours, theirs, "itself")
+    cost, schedulers = report.rows
+    assert (cost.name, cost.value, cost.ratio, cost.target) == ("x/cost", 3.5, pytest.approx(0.05 / 0.035, abs=1e-3), 1)
+    assert cost.peer == "5%; edges 10.0 ms, leader 20.0 ms, host 30.0 ms, less itself 25.0 ms"
+    assert (schedulers.name, schedulers.value, schedulers.ratio) == ("x/schedulers", 0.8, 1.0)
+
+
 def test_prompts_are_those_of_the_shared_work() -> None:
     assert prompts(WORKS["tiny"], 1)[0][:4] == [1992, 1986, 1600, 2015]
     assert {len(row) for row in prompts(WORKS["smol"], 3)} == {PROMPT_TOKENS}
@@ -261,6 +305,13 @@ def test_our_engine_on_sglang_stands_beside_sglangs_own(tmp_path: Path) -> None:
         ours["value"] / rows["rollout/tiny/sglang/greedy/16/sglang itself"]["value"], rel=0.01
     )
     assert rows["rollout/tiny/sglang/start"]["value"] > 1
+    cost = rows["rollout/tiny/sglang/greedy/16/cost"]
+    assert 0 < cost["value"] < 100
+    assert cost["target"] == 1.0
+    assert re.fullmatch(
+        r"5%; edges [\d.]+ ms, leader [\d.]+ ms, host [\d.]+ ms, less sglang itself [\d.]+ ms", cost["peer"]
+    )
+    assert rows["rollout/tiny/sglang/greedy/16/schedulers"]["value"] > 0
     assert not any(name.startswith("rollout/tiny/greedy") for name in rows)
 
 

@@ -14,6 +14,10 @@ TICK_S = 0.5
 """How often memory is looked at. The kernel keeps each process's peak: only what lives shorter than this is missed."""
 
 
+_CPUCLOCK_SCHED = 2
+"""Of the kernel's clocks of a process, that of the scheduler; `clock_getcpuclockid` of the C library gives it too."""
+
+
 @dataclass(frozen=True, slots=True)
 class Runs:
     """Seconds of repeated runs of one thing, warm-up left out."""
@@ -36,6 +40,14 @@ def timed(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
+
+
+def processor_s(pid: int) -> float:
+    """Processor seconds that a process has taken so far, all its threads, by the kernel's clock of it; 0 for none."""
+    try:
+        return time.clock_gettime((~pid << 3) | _CPUCLOCK_SCHED)
+    except OSError:  # it has ended
+        return 0.0
 
 
 class PeakMemory:

@@ -1,13 +1,14 @@
 """Generation: the native engine against transformers' `generate` and vLLM on CPU, same prompts, same sampling.
 
 And our engine on SGLang against SGLang's own, driven directly in one process: what the host process, its pipes and the
-conversion cost. These rows have sides of their own, which take half a minute to start; `--quick` leaves them out unless
-`--only` names them.
+conversion cost (`sglang_cost.py`). These rows have sides of their own, which take half a minute to start; `--quick`
+leaves them out unless `--only` names them.
 """
 
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from tools.benchmarks.compare import (
     Options,
@@ -20,6 +21,7 @@ from tools.benchmarks.compare import (
 )
 from tools.benchmarks.measure import Runs
 from tools.benchmarks.report import Report, Row
+from tools.benchmarks.sglang_cost import add_cost
 from tools.benchmarks.side import Side
 from tools.benchmarks.work import NEW_TOKENS, TINY_FOR_SGLANG, WORKS, make_tiny, prompts
 
@@ -106,7 +108,11 @@ def _add_start(report: Report, name: str, sides: list[Side]) -> None:
 
 
 def _compare_sglang(sides: list[Side], kind: str, mode: str, batch: int, options: Options, report: Report) -> None:
-    _turns(sides, kind, f"rollout/{kind}/sglang/{mode}/{batch}", mode, batch, SGLANG_TARGET, options, report)
+    name = f"rollout/{kind}/sglang/{mode}/{batch}"
+    answers = _turns(sides, kind, name, mode, batch, SGLANG_TARGET, options, report)
+    ours, *others = answers
+    for side in others:
+        add_cost(report, name, answers[ours], answers[side], side)
 
 
 def _turns(
@@ -118,8 +124,8 @@ def _turns(
     target: float | None,
     options: Options,
     report: Report,
-) -> None:
-    """The rows of one comparison."""
+) -> dict[str, list[dict[str, Any]]]:
+    """The rows of one comparison; the answers of each side."""
     request = {"prompts": prompts(WORKS[kind], batch), "new_tokens": NEW_TOKENS, "greedy": mode == "greedy"}
     answers = take_turns(sides, options.runs, request, report, warm_up={"new_tokens": WARM_UP_TOKENS})
     for side, of_side in answers.items():
@@ -138,6 +144,7 @@ def _turns(
         for side in others:
             share = _alike(answers[ours][0]["responses"], answers[side][0]["responses"])
             report.note(f"{name}: {share:.0%} of rows are token for token those of {side}")
+    return answers
 
 
 def _compare(sides: list[Side], kind: str, mode: str, batch: int, options: Options, report: Report) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf.rollout.sglang.cpu import cpu_args, cpu_environment, install_cpu_shim
 from rlhf.rollout.sglang.inside.entries import Entry
-from tools.benchmarks.measure import timed
+from tools.benchmarks.measure import family, processor_s, timed
 from tools.benchmarks.side import Handler, serve
 from tools.benchmarks.work import KV_TOKENS, MOST_RUNNING
 
@@ -67,10 +67,14 @@ def start() -> tuple[Handler, Mapping[str, str]]:
         prompts: list[list[int]] = request["prompts"]
         found: list[Any] = []
         engine.flush_cache()  # each run would find the prompts of the one before
+        pids = family(os.getpid())
+        before = [processor_s(pid) for pid in pids]
         seconds = timed(
             lambda: found.extend(engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True))
         )
-        return {"seconds": seconds, "responses": [list(one["output_ids"]) for one in found]}
+        own, *rest = (processor_s(pid) - then for pid, then in zip(pids, before, strict=True))
+        responses = [list(one["output_ids"]) for one in found]
+        return {"seconds": seconds, "responses": responses, "processor_s": {"front": own, "rest": sum(rest)}}
 
     return handle, {"sglang": sglang.__version__}
 
