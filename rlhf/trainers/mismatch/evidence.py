@@ -1,11 +1,17 @@
-"""What a triage has seen of a few sequences. Data only; `verdict.py` judges it."""
+"""What a triage has seen of a few sequences; `verdict.py` judges it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from rlhf.mcore.readings import Reading
+
+DIFFERS = 0.25
+"""Rows whose difference is less than this share of the largest row's agree beside them."""
+FEWEST = 4
+"""Tokens that a hypothesis with something to choose must fit: fewer fit some temperature or neighbour by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,28 @@ class ReplayedRow:
     """The trainer's, as the step had them."""
     alone: Tensor
     """The trainer's, with the row alone in its forward pass."""
+
+    @property
+    def used(self) -> Tensor:
+        """bool: tokens of which a difference can be taken."""
+        return self.counts & self.rollout_logprobs.isfinite() & self.old_logprobs.isfinite() & self.alone.isfinite()
+
+
+def differing(rows: Sequence[ReplayedRow], *, spare: int = 0) -> tuple[int, ...]:
+    """Which rows differ; the others say nothing of the cause where one engine of several has a fault.
+
+    All, where those have too few tokens, `spare` of each row not counted.
+    """
+    apart = [rms([(row.rollout_logprobs - row.old_logprobs)[row.used]]) for row in rows]
+    found = tuple(at for at, size in enumerate(apart) if size >= DIFFERS * max(apart))
+    tokens = sum(max(0, int(rows[at].used.sum()) - spare) for at in found)
+    return found if tokens >= FEWEST else tuple(range(len(rows)))
+
+
+def rms(parts: Sequence[Tensor]) -> float:
+    """Root mean square over all values; 0 without any."""
+    values = torch.cat(list(parts)) if parts else torch.empty(0)
+    return float(values.double().square().mean().sqrt()) if values.numel() else 0.0
 
 
 @dataclass(frozen=True, slots=True)

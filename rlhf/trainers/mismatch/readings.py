@@ -8,6 +8,8 @@ from rlhf.mcore.readings import Reading
 
 WIDEST = 5.0
 """Temperatures are tried from this many times less to this many times more than the configured one."""
+NEAR = (0.001, 0.003, 0.01, 0.03, 0.1)
+"""So far beside it, as shares of it and both ways, they are tried too: what fits best is where a search goes on."""
 COARSE, FINE = 15, 9
 """Temperatures of the first round, and values of a field in each of the others."""
 ROUNDS = 4
@@ -25,7 +27,7 @@ def configured(sampling: SamplingConfig) -> Reading:
 def first_round(sampling: SamplingConfig) -> tuple[Reading, ...]:
     """A wide range of temperatures; cuts that renormalise, those of the config among them."""
     middle = configured(sampling).temperature
-    special = {1.0, middle * middle, 1.0 / middle}
+    special = {1.0, middle * middle, 1.0 / middle} | {middle * (1.0 + sign * part) for part in NEAR for sign in (-1, 1)}
     temperatures = special | set(_between(middle / WIDEST, middle * WIDEST, COARSE)) | {middle}
     cuts = {(p, 0, 0.0) for p in TOP_P} | {(1.0, k, 0.0) for k in TOP_K} | {(1.0, 0, p) for p in MIN_P}
     cuts |= {(sampling.top_p, sampling.top_k, sampling.min_p)} - {(1.0, 0, 0.0)}

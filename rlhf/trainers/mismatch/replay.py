@@ -23,7 +23,7 @@ from rlhf.models.policy import Policy
 from rlhf.reshard.quarantine import listed
 from rlhf.rollout.engine import RolloutEngine
 from rlhf.trainers.experience import sequences_of
-from rlhf.trainers.mismatch.evidence import Again, Evidence, ReplayedRow, WeightCheck
+from rlhf.trainers.mismatch.evidence import Again, Evidence, ReplayedRow, WeightCheck, differing
 from rlhf.trainers.mismatch.readings import ROUNDS, configured, first_round, next_round
 from rlhf.trainers.mismatch.tally import comparable, worst_of_rows
 from rlhf.trainers.policy_sync import PolicySync
@@ -193,10 +193,10 @@ class Replays:
 
 
 def _distance(rows: Sequence[ReplayedRow], columns: Sequence[Tensor]) -> float:
-    """Mean square between the engine's log-probs and a reading's."""
+    """Mean square between the engine's log-probs and a reading's, over rows that differ."""
     parts = [
-        (row.rollout_logprobs - column)[row.counts & row.rollout_logprobs.isfinite()].double()
-        for row, column in zip(rows, columns, strict=True)
+        (rows[at].rollout_logprobs - columns[at])[rows[at].counts & rows[at].rollout_logprobs.isfinite()].double()
+        for at in differing(rows)
     ]
     both = torch.cat(parts) if parts else torch.empty(0)
     return float(both.square().mean().nan_to_num(nan=float("inf"))) if both.numel() else 0.0

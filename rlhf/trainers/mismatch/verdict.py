@@ -11,12 +11,10 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from rlhf.trainers.mismatch.evidence import Again, Evidence, ReplayedRow
+from rlhf.trainers.mismatch.evidence import FEWEST, Again, Evidence, ReplayedRow, differing, rms
 
 EXPLAINS = 0.6
 """Least share that names a cause: true ones explain all but noise, and no wrong one was seen to explain half."""
-FEWEST = 4
-"""Tokens that a hypothesis with something to choose must fit: fewer fit some temperature or neighbour by chance."""
 AS_GOOD = 0.1
 """Shares that differ by less are equal; then the cause that stands first in `Cause` is taken."""
 
@@ -86,7 +84,7 @@ def judge(evidence: Evidence) -> Verdict:
         named = weights
     elif best.share >= EXPLAINS:
         named = best
-    difference, tokens = _spread(evidence, _old)
+    difference, tokens = _spread(evidence.rows, _old)
     return Verdict(named.cause, named.finding, (weights, *others, kernels), difference, tokens)
 
 
@@ -125,12 +123,14 @@ def _shift(evidence: Evidence) -> Score:
 
 def _sampling(evidence: Evidence) -> Score:
     """What another reading explains beyond the same one: readings are taken with each row alone."""
-    whole, tokens = _spread(evidence, _old)
-    alone, _ = _spread(evidence, _alone)
+    which = differing(evidence.rows)
+    rows = [evidence.rows[at] for at in which]
+    whole, tokens = _spread(rows, _old)
+    alone, _ = _spread(rows, _alone)
     found = []
     for reading, columns in evidence.readings.items():
-        read = [replace(row, alone=column) for row, column in zip(evidence.rows, columns, strict=True)]
-        found.append((_spread(replace(evidence, rows=tuple(read)), _alone)[0], reading))
+        read = [replace(row, alone=columns[at]) for at, row in zip(which, rows, strict=True)]
+        found.append((_spread(read, _alone)[0], reading))
     if not found or not whole or tokens < FEWEST:
         return Score(Cause.SAMPLING, 0.0, "too little to try other readings on")
     left, reading = min(found)
@@ -150,13 +150,13 @@ def _packing(evidence: Evidence) -> Score:
 
 
 def _kernels(evidence: Evidence, *, rest: float) -> Score:
-    difference = torch.cat([(row.rollout_logprobs - row.old_logprobs)[_used(row)] for row in evidence.rows]).double()
+    difference = torch.cat([(row.rollout_logprobs - row.old_logprobs)[row.used] for row in evidence.rows]).double()
     if not difference.numel():
         return Score(Cause.KERNELS, max(0.0, rest), "nothing could be compared")
     bias = float(difference.mean()) / max(float(difference.square().mean().sqrt()), 1e-30)
     kind = "noise about 0" if abs(bias) < 0.5 else "to one side"
     engines = sorted({one.engine for one in evidence.alone})
-    sizes = (_rms([one.rollout_logprobs - one.trainer for one in evidence.alone if one.engine == e]) for e in engines)
+    sizes = (rms([one.rollout_logprobs - one.trainer for one in evidence.alone if one.engine == e]) for e in engines)
     asked = ", ".join(f"of rank {e} {size:.1e}" for e, size in zip(engines, sizes, strict=True))
     return Score(
         Cause.KERNELS,
@@ -174,29 +174,25 @@ def _alone(row: ReplayedRow) -> Tensor:
     return row.alone
 
 
-def _used(row: ReplayedRow) -> Tensor:
-    return row.counts & row.rollout_logprobs.isfinite() & row.old_logprobs.isfinite() & row.alone.isfinite()
-
-
-def _spread(evidence: Evidence, pick: Callable[[ReplayedRow], Tensor]) -> tuple[float, int]:
+def _spread(rows: Sequence[ReplayedRow], pick: Callable[[ReplayedRow], Tensor]) -> tuple[float, int]:
     """(root mean square of the engine's log-probs less the picked ones, tokens)."""
-    parts = [(row.rollout_logprobs - pick(row))[_used(row)] for row in evidence.rows]
-    return _rms(parts), sum(part.numel() for part in parts)
+    parts = [(row.rollout_logprobs - pick(row))[row.used] for row in rows]
+    return rms(parts), sum(part.numel() for part in parts)
 
 
 def _explained(evidence: Evidence, pick: Callable[[ReplayedRow], Tensor], *, shift: int = 0) -> float:
     """Share of the difference that is gone when the engine's log-prob of token i is compared with one of i + shift."""
     before, after = [], []
-    for row in evidence.rows:
-        used, total = _used(row), len(row.counts)
+    for row in (evidence.rows[at] for at in differing(evidence.rows, spare=abs(shift))):
+        used, total = row.used, len(row.counts)
         here = slice(max(0, -shift), min(total, total - shift))
         there = slice(max(0, shift), min(total, total + shift))
         both = used[here] & used[there]
         before.append((row.rollout_logprobs - row.old_logprobs)[here][both])
         after.append((row.rollout_logprobs[here] - pick(row)[there])[both])
-    whole = _rms(before)
+    whole = rms(before)
     too_few = shift != 0 and sum(part.numel() for part in before) < FEWEST
-    return max(0.0, 1.0 - _rms(after) / whole) if whole and not too_few else 0.0
+    return max(0.0, 1.0 - rms(after) / whole) if whole and not too_few else 0.0
 
 
 def _gone(evidence: Evidence, again: Sequence[Again]) -> float:
@@ -215,19 +211,14 @@ def _gone_in(evidence: Evidence, again: Sequence[Again]) -> float:
     for one in again:
         row = evidence.rows[one.row]
         asked = slice(len(one.responses))  # long ones are cut short the second time
-        used = _used(row)[asked]
+        used = row.used[asked]
         if used.any() and torch.equal(row.responses[asked], one.responses):
             before.append((row.rollout_logprobs - row.alone)[asked][used])
             whole.append((row.rollout_logprobs - row.old_logprobs)[asked][used])
             after.append((one.rollout_logprobs - one.trainer)[used])
-    size = _rms(whole)
-    of_rows = max(0.0, (_rms(before) - _rms(after)) / size) if size else 0.0
+    size = rms(whole)
+    of_rows = max(0.0, (rms(before) - rms(after)) / size) if size else 0.0
     apart = torch.cat([one.rollout_logprobs - one.trainer for one in again]).double().abs()
     engines_part = 1.0 - _explained(evidence, _alone)
     of_step = engines_part * (1.0 - float(apart.mean()) / evidence.step_mean) if evidence.step_mean else 0.0
     return max(of_rows, of_step)
-
-
-def _rms(parts: Sequence[Tensor]) -> float:
-    values = torch.cat(list(parts)) if parts else torch.empty(0)
-    return float(values.double().square().mean().sqrt()) if values.numel() else 0.0

@@ -46,6 +46,12 @@ class Planted:
 Plant = Callable[[Bench, Random, pytest.MonkeyPatch], Planted]
 
 
+def _of(bench: Bench, who: str, changed: Changed) -> Changed:
+    """The changed engine, where this rank's is among the faulty ones."""
+    last = bench.rank in bench.rollout.engines[-1]
+    return changed if who == "all" or last else Changed(bench.engine)
+
+
 # Weights
 
 
@@ -80,11 +86,10 @@ def an_update_lost(bench: Bench, draw: Random, patch: pytest.MonkeyPatch) -> Pla
 
 
 def other_temperature(bench: Bench, draw: Random, patch: pytest.MonkeyPatch) -> Planted:
-    """The engine draws and reports at another temperature than it is asked for."""
-    factor = draw.choice([0.5, 0.7, 0.85, 1.2, 1.5, 2.0])
-    return Planted(
-        Changed(bench.engine, ask=lambda s: replace(s, temperature=s.temperature * factor)), f"temperature x {factor}"
-    )
+    """The engine draws and reports at another temperature than it is asked for, perhaps one engine of several."""
+    factor, who = draw.choice([0.5, 0.7, 0.85, 0.98, 1.005, 1.03, 1.2, 1.5, 2.0]), draw.choice(["all", "last"])
+    ask = Changed(bench.engine, ask=lambda s: replace(s, temperature=s.temperature * factor))
+    return Planted(_of(bench, who, ask), f"temperature x {factor} of {who}")
 
 
 def renormalised(bench: Bench, draw: Random, patch: pytest.MonkeyPatch) -> Planted:
@@ -111,13 +116,13 @@ def renormalised(bench: Bench, draw: Random, patch: pytest.MonkeyPatch) -> Plant
 
 
 def neighbours(bench: Bench, draw: Random, patch: pytest.MonkeyPatch) -> Planted:
-    """The engine's log-probs are moved by one token."""
-    by = draw.choice([-1, 1])
+    """The engine's log-probs are moved by one token, perhaps those of one engine of several."""
+    by, who = draw.choice([-1, 1]), draw.choice(["all", "last"])
 
     def moved(rollout: Rollout) -> Rollout:
         return replace(rollout, rollout_logprobs=shifted(rollout.rollout_logprobs, by))
 
-    return Planted(Changed(bench.engine, answer=moved), f"moved by {by}")
+    return Planted(_of(bench, who, Changed(bench.engine, answer=moved)), f"moved by {by} of {who}")
 
 
 # Packing

@@ -22,7 +22,10 @@ def test_the_first_round_tries_the_cuts_of_the_config_renormalised():
 
 @pytest.mark.parametrize(
     "true",
-    [Reading(0.83), Reading(0.31), Reading(4.4), Reading(1.0, top_p=0.87), Reading(1.0, top_k=14), Reading(0.9, 0.8)],
+    [
+        *(Reading(0.83), Reading(0.31), Reading(4.4), Reading(1.0, top_p=0.87), Reading(1.0, top_k=14)),
+        *(Reading(0.9, 0.8), Reading(1.0006), Reading(0.996), Reading(1.02), Reading(0.945)),
+    ],
     ids=str,
 )
 def test_the_search_comes_close_to_the_true_reading(true):

@@ -106,6 +106,31 @@ def test_one_engine_of_several_that_differs_alone_too_is_not_packing():
     assert "of rank 0 0.0e+00, of rank 4 5.0e-01" in verdict.finding
 
 
+def test_a_fault_of_one_engine_of_several_is_told_by_the_rows_that_differ():
+    right = row([-1.0, -2.0, -3.0, -1.5], [-1.0, -2.0, -3.0, -1.5 + 1e-6])
+    moved = row([-2.0, -3.0, -1.5, -0.5, -9.0], [-1.0, -2.0, -3.0, -1.5, -0.5])
+    verdict = judge(evidence(right, moved, right, right))
+    assert (verdict.cause, verdict.scores[1].share, verdict.tokens) == (Cause.SHIFT, 1.0, 17)
+    hot = row([-1.5] * 4, [-1.0] * 4)
+    read = {
+        SET: tuple(one.alone for one in (right, right, hot, right)),
+        Reading(1.4): tuple(one - 0.5 for one in (right.alone, right.alone, hot.alone, right.alone)),
+    }
+    verdict = judge(evidence(right, right, hot, right, readings=read))
+    assert (verdict.cause, verdict.scores[2].share) == (Cause.SAMPLING, 1.0)
+    assert "of temperature 1.4" in verdict.finding
+
+
+def test_rows_that_differ_little_are_heard_where_the_others_are_too_short():
+    sizes = (0.9, 0.8, 0.1, 0.05, 0.02)
+    rows = [row([-1.0 - size], [-1.0]) for size in sizes]
+    read = {Reading(1.4): tuple(torch.tensor([-1.0 - size]) for size in sizes)}
+    assert judge(evidence(*rows, readings=read)).cause is Cause.SAMPLING
+    moved = row([-2.0, -9.0], [-1.0, -2.0])
+    little = row([-1.1, -1.0], [-1.0, -1.1])
+    assert judge(evidence(moved, little, little, little)).cause is Cause.SHIFT
+
+
 def test_the_worst_of_many_rows_that_come_out_better_with_other_tokens_prove_nothing():
     better = again([-1.5, -1.5], [-1.4, -1.6], first_token=9)
     assert judge(evidence(NOISE, alone=[better], step_mean=0.1)).cause is Cause.KERNELS
