@@ -122,18 +122,23 @@ def test_rows_have_the_keys_of_the_contract_and_spreads_rows_of_their_own(tmp_pa
     assert machine["versions"]["peer"] == "3.1"
 
 
-def test_a_number_below_target_exits_with_0_and_our_own_failure_with_1(monkeypatch, capsys) -> None:
+def test_a_number_below_target_exits_with_0_our_own_failure_with_1_and_nothing_with_2(monkeypatch, capsys) -> None:
     def below(options: Options, report: Report) -> None:
         report.add(Row(name="x", value=1.0, unit="s", target=2.0, ratio=0.5))
 
     def broken(options: Options, report: Report) -> None:
         raise SideError("native: ended")
 
-    monkeypatch.setattr(command, "BENCHMARKS", {"below": below, "broken": broken})
+    def empty(options: Options, report: Report) -> None:
+        report.note("nothing to measure")
+
+    monkeypatch.setattr(command, "BENCHMARKS", {"below": below, "broken": broken, "empty": empty})
     assert command.main(["below"]) == 0
     assert "below target: x 0.50 < 2" in capsys.readouterr().out
     assert command.main(["broken"]) == 1
     assert "native: ended" in capsys.readouterr().err
+    assert command.main(["empty", "--only", "tpyo/*"]) == 2
+    assert "--only 'tpyo/*' left no row of empty" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ RUNS = 3
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 when the benchmark ran, whatever it found; 1 when our own side failed; 2 for bad arguments."""
+    """0 when the benchmark ran, whatever it found; 1 when our own side failed; 2 for bad arguments or no row."""
     args = _parse(argv)
     report = Report()
     with tempfile.TemporaryDirectory(prefix="bench_") as temporary:
@@ -75,6 +75,9 @@ def main(argv: Sequence[str]) -> int:
         except SideError as error:
             print(f"bench: our own side failed: {error}", file=sys.stderr)
             return 1
+    if not report.rows:
+        print(f"bench: --only {args.only!r} left no row of {args.name} that can be measured here", file=sys.stderr)
+        return 2
     for row in report.below_target():
         print(f"below target: {row.name} {row.ratio:.2f} < {row.target:g}")
     if args.json is not None:
