@@ -199,12 +199,12 @@ class SGLangEngine:
         if self._runs:
             raise EngineError(f"{WHERE}: rows are running; needs their memory; sleep once run() has returned")
         gives = (KV_CACHE,) * self._awake + (WEIGHTS,) * (weights and not self._lost_weights)
-        freed = self._team.together(lambda: self._give_back(gives)) if gives else 0
+        freed = self._give_back(gives) if gives else 0
         self._awake = False
         if WEIGHTS in gives:
             self._entrance.forget()
             self._lost_weights, self._version = True, NO_VERSION
-        return freed or 0
+        return freed
 
     def wake_weights(self) -> None:
         """See `RolloutEngine.wake_weights`."""
@@ -252,9 +252,15 @@ class SGLangEngine:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _give_back(self, tags: tuple[str, ...]) -> int:
-        before = used_bytes(self._device, self._alive.pids)
-        self._alive.call("release_memory", tags)
-        return max(0, before - used_bytes(self._device, self._alive.pids))
+        """Bytes freed on all hosts and GPUs of the engine, on the leader; 0 on other ranks."""
+        before = self._team.total(self._used_bytes())
+        self._team.together(lambda: self._alive.call("release_memory", tags))
+        after = self._team.total(self._used_bytes())
+        return max(0, before - after) if self._team.is_leader else 0
+
+    def _used_bytes(self) -> int:
+        """By what this rank can see: its GPU, or the processes of its host if it has begun them."""
+        return used_bytes(self._device, () if self._host is None else self._host.pids)
 
     @property
     def host_pid(self) -> int:

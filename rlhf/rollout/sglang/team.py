@@ -97,6 +97,13 @@ class Team:
         assert told[0] is not None, "the leader has a value"
         return told[0]
 
+    def total(self, count: int) -> int:
+        """The sum of all ranks' counts, on every rank; none goes on before each has come. Collective over the group."""
+        cell = torch.tensor([count], dtype=torch.int64)
+        if self._group is not None:
+            dist.all_reduce(cell, group=self._group)
+        return int(cell[0])
+
     def on_nodes(self, nodes: Nodes, work: Callable[[], None]) -> None:
         """Do something on the first rank of each node, at the same time. Collective over the group.
 

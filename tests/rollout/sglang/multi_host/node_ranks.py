@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -15,7 +16,9 @@ from rlhf.dist.groups import GroupFactory
 from rlhf.errors import EngineError, EngineLostError, LayoutError
 from rlhf.reshard.topology import Link, Topology
 from rlhf.reshard.weight_sync import WeightSync
+from rlhf.rollout.sglang import engine as engine_module
 from rlhf.rollout.sglang.engine import SGLangEngine
+from rlhf.rollout.sglang.start import parties
 from rlhf.rollout.sglang.team import Team
 from tests.reshard.toy import filled_params
 from tests.rollout.sglang.errands import FailsOn
@@ -44,6 +47,14 @@ def engine_on_two_nodes(case: Case) -> None:
         if engine.is_mine:
             processes = _each_node_has_its_host(engine.engine, address)
             _what_fails_is_named(engine.engine)
+            _a_stopped_scheduler_is_named(engine.engine, processes)
+            engine.engine.restart()
+            processes += _each_node_has_its_host(engine.engine, address)
+        answers = case.answers[1]
+        stats = sync.update_weights(filled_params(case.src, rank, answers.weights), engine.params)
+        assert stats.moved == stats.bound
+        engine.check(answers, 7)
+        if engine.is_mine:
             _death_is_named(engine.engine)
     finally:
         if engine.is_mine:
@@ -66,6 +77,20 @@ def _what_fails_is_named(engine: SGLangEngine) -> None:
     for tp_rank in (0, 1):
         with pytest.raises(EngineError, match=f"tp rank {tp_rank}: ValueError: as asked"):
             engine.ask_schedulers(FailsOn(tp_rank))
+
+
+def _a_stopped_scheduler_is_named(engine: SGLangEngine, processes: list[psutil.Process]) -> None:
+    """That of the node which does not lead, on both ranks, within the promised time."""
+    scheduler = next(process for process in processes if "scheduler" in " ".join(process.cmdline()))
+    began = time.monotonic()
+    if dist.get_rank() == 2:
+        os.kill(scheduler.pid, signal.SIGSTOP)
+    named = (
+        r"its engine is lost: node 1 \(host host1\): scheduler tp 1 \(pid \d+\) is stopped \(state T\) while it was at"
+    )
+    with pytest.raises(EngineLostError, match=named):
+        _ask_until_it_fails(engine)
+    assert time.monotonic() - began < 30.0
 
 
 def _death_is_named(engine: SGLangEngine) -> None:
@@ -109,6 +134,35 @@ def uneven_nodes_are_refused() -> None:
             eos_token_ids=(),
             host="aab"[dist.get_rank()],
         )
+
+
+def a_wrong_interface_is_named() -> None:
+    """On all ranks, before anything is started."""
+    team = Team(GroupFactory(device_backend="gloo", timeout=LIMIT).cpu_group([(0, 1, 2, 3)]))
+    os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
+    named = r"no address to listen on \(interface nosuch0 is not here or has no address\), .* set GLOO_SOCKET_IFNAME"
+    with pytest.raises(EngineError, match=named), parties(team, team.nodes(CPU, "aabb"[dist.get_rank()])):
+        pass
+    with parties(team, team.nodes(CPU, "a")) as party:  # on one host it matters to nobody
+        assert party is None
+
+
+def sleep_counts_the_memory_of_all_hosts() -> None:
+    """Each rank that has begun a host looks at that host's processes, before and after; the leader tells the sum."""
+    group, rank = GroupFactory(device_backend="gloo", timeout=LIMIT).cpu_group([(0, 1, 2, 3)]), dist.get_rank()
+    engine = SGLangEngine.__new__(SGLangEngine)  # without a start
+    engine._team, engine._device = Team(group), CPU
+    engine._awake, engine._lost_weights, engine._runs = True, False, False
+    released: list[object] = []
+    host = SimpleNamespace(pids=[rank], call=lambda *what: released.append(what))
+    engine._host = host if rank in (0, 2) else None
+    uses = {0: iter([5000, 1000]), 2: iter([300, 30])}
+    engine_module.used_bytes = lambda device, pids: sum(next(uses[pid]) for pid in pids)
+    assert engine.sleep() == (4270 if rank == 0 else 0)
+    assert released == ([("release_memory", ("kv_cache",))] if rank == 0 else [])
+    assert engine.sleep() == 0
+    engine._awake, uses[0], uses[2] = True, iter([10, 20]), iter([10, 10])  # others took what it gave
+    assert engine.sleep() == 0
 
 
 def what_a_team_on_two_nodes_tells() -> None:
