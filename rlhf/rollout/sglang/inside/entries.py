@@ -18,6 +18,7 @@ from rlhf.rollout.sglang.inside.sampling import draw_by_seed, end_before_abort, 
 from rlhf.rollout.sglang.life.board import Pulse, write_raised
 from rlhf.rollout.sglang.life.parent import die_with_parent
 from rlhf.rollout.sglang.multi_host.meeting import meet_by_token
+from rlhf.rollout.sglang.multi_host.seals import seal_pickles
 from rlhf.rollout.sglang.wire import Errand, Outcome, SchedulerErrand, write_outcome
 
 LOADER = "rlhf.rollout.sglang.inside.entries.load_errand"
@@ -58,7 +59,7 @@ def _entered(run: Callable[..., None], cpu: bool, parent: int) -> Entry:
 def run_scheduler(by_seed: bool, decode: bytes, *args: Any, **kwargs: Any) -> None:
     """A scheduler process; `by_seed` and `decode` are those of `Order`, the fourth of SGLang's is its tp rank."""
     pulse = Pulse(f"scheduler tp {args[3]}")
-    meet_by_token()
+    meet_by_token(seal_pickles)
     from sglang.srt.managers import scheduler  # noqa: PLC0415
 
     setattr(scheduler.Scheduler, RPC, _run_by_rpc)

@@ -3,13 +3,14 @@
 SGLang would open torch's TCP store on every interface of the host, where anybody may read and write: through it
 strangers could become peers, whose pickles the schedulers read. Here an engine on one host meets by a file in its own
 folder, and gloo and NCCL listen on the loopback interface. Hosts of one engine meet at a `StoreServer` in its leader's
-host process, on the interface of the job and by a token that only the engine's processes know.
+host process, on the interface of the job and by a token that only the engine's processes know; by it they also seal
+what they pickle for one another (`seals.py`).
 """
 
 import json
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -62,13 +63,18 @@ def environment_on_several_hosts(folder: Path, meeting: Meeting) -> dict[str, st
     return {METHOD: f"{SCHEME}://{path}", "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}
 
 
-def meet_by_token() -> None:
-    """From now on this process's torch knows the URLs of `environment_on_several_hosts`."""
-    dist.register_rendezvous_handler(SCHEME, _meet)
+def meet_by_token(seal: Callable[[str], None]) -> None:
+    """From now on this process's torch knows the URLs of `environment_on_several_hosts`.
 
+    seal: Called with the token before the first group that meets so is made; see `seals.py`.
+    """
 
-def _meet(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    parts = urlsplit(url)
-    meeting = Meeting(**json.loads(Path(parts.path).read_text()))
-    asked = parse_qs(parts.query)
-    yield GuardedStore(meeting.address, meeting.port, meeting.token), int(asked["rank"][0]), int(asked["world_size"][0])
+    def meet(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+        parts = urlsplit(url)
+        meeting = Meeting(**json.loads(Path(parts.path).read_text()))
+        seal(meeting.token)
+        asked = parse_qs(parts.query)
+        store = GuardedStore(meeting.address, meeting.port, meeting.token)
+        yield store, int(asked["rank"][0]), int(asked["world_size"][0])
+
+    dist.register_rendezvous_handler(SCHEME, meet)
