@@ -19,9 +19,11 @@ from tools.benchmarks.work import KV_TOKENS, MOST_RUNNING
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """SGLang's scheduler process."""
-    from sglang.srt.managers.scheduler import run_scheduler_process  # noqa: PLC0415
+    from sglang.srt.managers import scheduler  # noqa: PLC0415
 
-    run_scheduler_process(*args, **kwargs)
+    # Its load, for routers: a file in /dev/shm that outlives a side that is killed.
+    scheduler.create_load_snapshot_writer = lambda *_, **__: None
+    scheduler.run_scheduler_process(*args, **kwargs)
 
 
 def run_detokenizer(*args: Any, **kwargs: Any) -> None:
