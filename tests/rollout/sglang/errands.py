@@ -71,6 +71,19 @@ class Hangs:
 
 
 @dataclass(frozen=True)
+class HangsOn:
+    """Never comes back on one rank."""
+
+    tp_rank: int
+
+    def run(self, model: torch.nn.Module) -> None:
+        from sglang.srt.runtime_context import get_parallel
+
+        if get_parallel().tp_rank == self.tp_rank:
+            Hangs().run(model)
+
+
+@dataclass(frozen=True)
 class Poison:
     """Make every element of every parameter NaN; returns how many there are."""
 
