@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -142,3 +143,34 @@ class Built:
                 param.data.fill_(torch.nan)
             made.load_weights(full_tensors(self.shapes).items())
         return pickle.dumps({name: param.detach().clone() for name, param in made.named_parameters()})
+
+
+@dataclass(frozen=True)
+class CountSteps:
+    """An errand: from now on forward passes take no less than `step_s`, and are counted, with the rows in them."""
+
+    step_s: float
+
+    def run_in(self, scheduler: Any) -> None:
+        import time
+
+        run_batch = scheduler.run_batch
+        scheduler.counted = []
+
+        def slowly(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            began = time.monotonic()
+            result = run_batch(batch, *args, **kwargs)
+            time.sleep(max(0.0, began + self.step_s - time.monotonic()))
+            scheduler.counted.append((len(batch.reqs), len(scheduler.waiting_queue)))
+            return result
+
+        scheduler.run_batch = slowly
+
+
+@dataclass(frozen=True)
+class Counted:
+    """An errand: rows in each forward pass since the last one, and rows that waited; whether any runs or waits now."""
+
+    def run_in(self, scheduler: Any) -> tuple[list[int], list[int], bool]:
+        counted, scheduler.counted = scheduler.counted, []
+        return [rows for rows, _ in counted], [waiting for _, waiting in counted], scheduler.is_fully_idle()
