@@ -7,6 +7,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from rlhf.build.engine_factories import check_tail, engine_factory
+from rlhf.build.engine_start import EngineStart
 from rlhf.build.roles import spec_of_role
 from rlhf.config.run import PPORunConfig
 from rlhf.data.tokenizer import TextOf
@@ -22,27 +23,33 @@ from rlhf.rollout.performance import PerformanceMonitor
 from rlhf.rollout.pool import EnginePool, store_of_job
 from rlhf.rollout.sglang.cpu import idle_on_cpu
 from rlhf.trainers.policy_sync import PolicySync
-from rlhf.trainers.recovery import Recovery
+from rlhf.trainers.recovery import Losses, Recovery
 from rlhf.trainers.site import Site, note
 
 
-def make_engine(
+def start_engine(
     config: PPORunConfig,
     folder: Path,
     stop_ids: tuple[int, ...],
     site: Site,
     performance: PerformanceMonitor | None = None,
-) -> RolloutEngine | None:
-    """This rank's part of its engine; None outside the rollout pool. Collective over the job."""
+) -> EngineStart:
+    """This rank's part of its engine, begun. Collective over the job.
+
+    Raises:
+        EngineError: It cannot start. EngineLostError, where `rollout.on_loss` is stop. On all its ranks.
+    """
     rollout, factory = config.rollout, site.ranks.groups
     sets = rollout.engines
     tp_group, cpu_group = factory.device_group(sets), factory.cpu_group(sets)
     check_tail(rollout)
     if rollout.engine == "sglang" and site.ranks.device.type == "cpu" and (idle := idle_on_cpu(rollout.sglang)):
         note(site, idle)
+    survives_loss = rollout.on_loss == "replace"
     if site.ranks.rank not in rollout.ranks:
-        return None
-    return engine_factory(rollout.engine)(
+        return EngineStart(None, survives_loss=survives_loss)
+    make = partial(
+        engine_factory(rollout.engine),
         read_spec(folder),
         rollout,
         tp_group=tp_group if rollout.tp > 1 else None,
@@ -58,6 +65,7 @@ def make_engine(
         performance=performance,
         decode=TextOf(folder),
     )
+    return EngineStart(make, survives_loss=survives_loss)
 
 
 def make_engine_pool(
@@ -101,19 +109,26 @@ def make_weight_sync(config: PPORunConfig, site: Site) -> WeightSync | None:
     )
 
 
-def make_recovery(
-    config: PPORunConfig, engine: RolloutEngine | None, pool: EnginePool | None, policy_sync: PolicySync, site: Site
-) -> Recovery:
-    """What keeps this rank's engine at work. Collective over the job."""
+def make_losses(config: PPORunConfig, site: Site) -> Losses:
+    """What is known of engines that are lost, from their first start on. Collective over the job."""
     rollout, group = config.rollout, None
     if rollout.on_loss == "replace":
         group = site.ranks.groups.cpu_group([tuple(sorted({*config.actor.parallel.ranks, *rollout.ranks}))])
+    return Losses(rollout, rank=site.ranks.rank, group=group, say=partial(note, site))
+
+
+def make_recovery(
+    config: PPORunConfig,
+    losses: Losses,
+    engine: RolloutEngine | None,
+    pool: EnginePool | None,
+    policy_sync: PolicySync,
+) -> Recovery:
+    """What keeps this rank's engine at work."""
     return Recovery(
-        rollout,
-        rank=site.ranks.rank,
+        config.rollout,
+        losses=losses,
         engine=engine,
-        group=group,
         seen_lost=lambda: None if pool is None else pool.lost,
         forget=policy_sync.forget,
-        say=partial(note, site),
     )

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from rlhf.build.checkpoints import make_checkpoints
-from rlhf.build.engines import make_engine, make_engine_pool, make_recovery, make_weight_sync
+from rlhf.build.engines import make_engine_pool, make_losses, make_recovery, make_weight_sync, start_engine
 from rlhf.build.roles import make_critic, make_exporter, make_model, make_policy, spec_of_role, trained_tensors
 from rlhf.config.checks import collecting
 from rlhf.config.run import PPORunConfig, RunConfig, SFTRunConfig, check_world
@@ -72,8 +72,7 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
     told = gather((owner.stop_ids, str(owner.prompts.report())) if owner else None, site.everyone)
     stop_ids, data_report = next(words for words in told if words is not None)
     performance = PerformanceMonitor() if owner else None
-    engine = make_engine(config, folder, stop_ids, site, performance)
-    pool = make_engine_pool(config, engine, owners_group, site)
+    engine_start = start_engine(config, folder, stop_ids, site, performance)
 
     calls = RoleCalls(rank, site.everyone, span=site.span)
     actor = make_policy("actor", config, config.actor, calls, site)
@@ -91,6 +90,9 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
         TrainedRole("critic", critic.model, critic.optimizer),
     ]
     checkpoints = make_checkpoints(config, roles, {"reference": reference.model}, export, site)
+    losses = make_losses(config, site)
+    engine = engine_start.settled(losses)
+    pool = make_engine_pool(config, engine, owners_group, site)
     policy_sync = PolicySync(
         sync,
         actor_params=lambda: current_params(actor.model) if actor.model else {},
@@ -98,7 +100,7 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
         trained=trained_tensors(config.actor),
         survives_loss=config.rollout.on_loss == "replace",
     )
-    recovery = make_recovery(config, engine, pool, policy_sync, site)
+    recovery = make_recovery(config, losses, engine, pool, policy_sync)
     phases = Phases(site.timers, engine, recovery, sleep=config.rollout.sleep, forget=policy_sync.forget)
     return PPOLoop(
         config=config,

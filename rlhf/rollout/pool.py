@@ -48,6 +48,7 @@ class _Hello:
     asked: int
     begun: int
     takes_part: bool
+    is_lost: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +98,16 @@ class EnginePool:
         self.lost: EngineLostError | None = None
         """What became of this rank's engine in the last call, where it was lost; on all its ranks."""
         self.complete = True
-        """Whether the last call answered all that was wanted: not where all engines are lost. On all ranks."""
+        """Whether the last call answered all that was wanted: not where all engines are lost. On all asked."""
 
     def generate(
-        self, prompts: PromptBatch | None, sampling: SamplingConfig, *, attempt: int = 0, takes_part: bool = True
+        self,
+        prompts: PromptBatch | None,
+        sampling: SamplingConfig,
+        *,
+        attempt: int = 0,
+        takes_part: bool = True,
+        is_lost: bool = False,
     ) -> Rollout | None:
         """A response to each row, whoever answers it.
 
@@ -109,15 +116,16 @@ class EnginePool:
             sampling: The same on all ranks.
             attempt: Of `sample_seed`; the same on all ranks.
             takes_part: False where this rank's engine must not be asked; the same on all its ranks.
+            is_lost: This rank's engine was lost before; the same on all its ranks. Others answer, if there are any.
 
         Returns:
             On leaders just those rows, in their order; None elsewhere, and where no engine takes part.
 
         Raises:
-            EngineLostError: All engines that took part are lost, on all ranks; or this rank's, where the pool does not
+            EngineLostError: All engines are lost, on leaders and all asked; or this rank's, where the pool does not
                 outlive that.
         """
-        reply = self.ask(prompts, sampling, attempt=attempt, takes_part=takes_part)
+        reply = self.ask(prompts, sampling, attempt=attempt, takes_part=takes_part, is_lost=is_lost)
         if not self.complete:
             raise EngineLostError("rollout pool: all engines are lost; needs one; look into the engines' logs")
         if reply is None or prompts is None or not reply.stats.engines:
@@ -131,6 +139,7 @@ class EnginePool:
         *,
         attempt: int = 0,
         takes_part: bool = True,
+        is_lost: bool = False,
         keep: int | None = None,
         begun: Answers | None = None,
     ) -> PoolReply | None:
@@ -141,6 +150,7 @@ class EnginePool:
             sampling: See `generate`.
             attempt: See `generate`.
             takes_part: See `generate`.
+            is_lost: See `generate`.
             keep: Groups wanted, over all leaders; None wants all, and rows then come back to the leaders that brought
                 them. Else prompt j of the kept ones in ascending order of id, with all its samples, goes to leader
                 j % leaders. The same on all ranks.
@@ -150,7 +160,7 @@ class EnginePool:
             None on ranks that lead no engine. Fewer groups are kept than wanted only where no engine takes part, or all
             that did are lost (`complete`).
         """
-        self.lost, self.complete = None, True
+        self.lost, self.complete, takes_part = None, True, takes_part and not is_lost
         store = PrefixStore(f"{self._num_calls}", self._store)
         self._num_calls += 1
         if self._group is None:
@@ -164,7 +174,7 @@ class EnginePool:
             raise EngineError("rollout pool: no prompts on an engine's leader; needs a PromptBatch, maybe empty")
         Claims.open(store, self._number)
         begun = Answers.empty() if begun is None else begun
-        hellos = gather(_Hello(len(prompts), len(begun), takes_part), self._group)
+        hellos = gather(_Hello(len(prompts), len(begun), takes_part, is_lost), self._group)
         asked = self._to_all(Asked.of(prompts), [hello.asked for hello in hellos])
         question = Question.of(
             asked,
@@ -186,7 +196,7 @@ class EnginePool:
         found = feed.answers()
         outcomes = gather(_Outcome(feed.place, feed.stopped, PoolPart.of(feed), self.lost is not None), self._group)
         lost = sum(outcome.lost for outcome in outcomes)
-        self.complete = lost == 0 or lost < num_engines
+        self.complete = lost < num_engines or not (lost or any(hello.is_lost for hello in hellos))
         if self._number == 0:
             if lost:
                 store.set("complete", str(int(self.complete)))  # for the other ranks of lost engines

@@ -45,16 +45,20 @@ class Evaluation:
     shown: int = 3
     """Samples kept of each owner."""
 
-    def ask(self, *, leave_out: bool = False) -> Rollout:
+    def ask(self, *, leave_out: bool = False, is_lost: bool = False) -> Rollout:
         """Have the engines answer, by the weights that they hold: rows of this rank. Collective over each engine.
 
-        `leave_out`: this rank's engine holds other weights than it should, so others answer its problems; the same on
-        all ranks of the engine. Where all do, no problem is counted.
+        `leave_out`: this rank's engine holds other weights than it should, so others answer its problems; `is_lost`: it
+        was lost before. The same on all ranks of the engine. Where all are left out, no problem is counted.
+
+        Raises:
+            EngineLostError: All engines are lost. On all leaders.
         """
         if self.pool is None:
             return Rollout.empty()
         prompts = self.prompts if self.scorer is not None else None
-        return self.pool.generate(prompts, self.config.sampling, takes_part=not leave_out) or Rollout.empty()
+        sampling, takes_part = self.config.sampling, not leave_out
+        return self.pool.generate(prompts, sampling, takes_part=takes_part, is_lost=is_lost) or Rollout.empty()
 
     def judge(self, step: int, rollout: Rollout) -> EvaluationResult:
         """What answers are worth. Collective over the job."""

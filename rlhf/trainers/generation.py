@@ -72,17 +72,17 @@ class Generation:
         self._number, self._num_owners = ownership.engine_led_by(rank), len(ownership.leaders)
         self._begun = Answers.empty()
 
-    def step(self, state: DriverState, *, left_out: bool = False) -> Generated | None:
+    def step(self, state: DriverState, *, left_out: bool = False, is_lost: bool = False) -> Generated | None:
         """Responses for a step: those prompts that state.draw names, the first ppo.prompts_per_step to be answered.
 
         Collective over the rollout pool; other ranks pass through. `left_out`: this rank's engine holds other weights
-        than it should, so that it is not asked; the same on all ranks of the engine.
+        than it should, so that it is not asked; `is_lost`: it was lost before. The same on all ranks of the engine.
 
         What the engines have begun of other prompts is kept here for the next step, where rollout.tail says continue.
 
         Returns:
-            None where all engines were lost before enough was answered, on all ranks of the pool. What was answered is
-            kept: call again once there are engines with the weights.
+            None where all engines were lost before enough was answered, on all leaders. What was answered is kept: call
+            again once there are engines with the weights.
         """
         if self._pool is None:
             return Generated(Rollout.empty())
@@ -96,6 +96,7 @@ class Generation:
                 keep=self._config.ppo.prompts_per_step,
                 begun=self._begun,
                 takes_part=not left_out,
+                is_lost=is_lost,
             )
         if not self._pool.complete:
             self._begun = Answers.empty() if reply is None else Answers.concat([reply.answers, reply.begun])

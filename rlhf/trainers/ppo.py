@@ -96,7 +96,9 @@ class PPOLoop:
         with self.phases.rollout():
             sync, generated = self.recovery.go(
                 lambda: self._sync(state),
-                lambda sync: self.generation.step(state, left_out=self._is_left_out(sync)),
+                lambda sync: self.generation.step(
+                    state, left_out=self._is_left_out(sync), is_lost=self.recovery.is_lost
+                ),
             )
         with self.timers.phase("reward"):
             scored = self._score(generated)
@@ -167,8 +169,8 @@ class PPOLoop:
             return self.policy_sync.update_weights(policy_version=state.policy_version)
 
     def _is_left_out(self, sync: ReshardStats | None) -> bool:
-        """Whether this rank's engine holds wrong weights, or is lost."""
-        return self.recovery.is_lost or (sync is not None and sync.leaves_out(self.rank))
+        """Whether this rank's engine holds wrong weights."""
+        return sync is not None and sync.leaves_out(self.rank)
 
     def _score(self, generated: Generated) -> ScoredRollout:
         if self.scorer is None:
@@ -183,7 +185,7 @@ class PPOLoop:
         with self.phases.evaluation():
             _, rollout = self.recovery.go(
                 lambda: self.policy_sync.update_weights(policy_version=state.policy_version),
-                lambda sync: self.evaluation.ask(leave_out=self._is_left_out(sync)),
+                lambda sync: self.evaluation.ask(leave_out=self._is_left_out(sync), is_lost=self.recovery.is_lost),
             )
             return self.evaluation.judge(state.step, rollout)
 

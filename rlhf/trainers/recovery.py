@@ -25,6 +25,64 @@ class _Word:
     unanswered: bool
 
 
+class Losses:
+    """Engines lost since the job started, and what must follow: the same on all ranks of a group."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        *,
+        rank: int,
+        group: ProcessGroup | None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Keep the parts.
+
+        Args:
+            config: What follows a loss.
+            rank: This rank of the job.
+            group: gloo, over the ranks of actor and engines; None elsewhere, and where no loss is survived.
+            say: Shows a line to people; called on all ranks of the group.
+        """
+        self.group = group if config.on_loss == "replace" else None
+        self._most, self._say = config.max_losses, say
+        self._leads = rank in [ranks[0] for ranks in config.engines]
+        self.num = 0
+        """Engines lost so far, over all."""
+
+    def told(self, lost: str) -> str:
+        """How this rank's engine was lost, as one of its ranks tells it for all; "" where it was not."""
+        return lost if self._leads else ""
+
+    def replace(self, lost: str, start: Callable[[], str]) -> None:
+        """Lost engines are started until none is lost. Collective over `group`; other ranks pass through.
+
+        Args:
+            lost: How this rank's engine was lost; "" where it was not, and on ranks without one.
+            start: Starts it anew, on all its ranks; says how it was lost meanwhile, if it was.
+
+        Raises:
+            EngineLostError: More losses than `rollout.max_losses`; on all ranks.
+        """
+        if self.group is None:
+            return
+        while all_lost := [text for text in gather(self.told(lost), self.group) if text]:
+            self._count(all_lost)
+            if lost:
+                lost = start()
+            # The others wait in the next round, on the CPU, and not in a collective of the next sync.
+
+    def _count(self, lost: Sequence[str]) -> None:
+        self.num += len(lost)
+        if self.num > self._most:
+            raise EngineLostError(
+                f"rollout.max_losses: {self.num} engines lost since the job started, {self._most} may be; look for the "
+                f"cause, or raise it. The last one:\n{lost[-1]}"
+            )
+        for text in lost:
+            self._say(f"{text.partition(';')[0]}; it is replaced")
+
+
 class Recovery:
     """Keeps a rank's engine at work. Where `rollout.on_loss` is stop, it communicates nothing, and losses are raised.
 
@@ -37,32 +95,25 @@ class Recovery:
         self,
         config: RolloutConfig,
         *,
-        rank: int,
+        losses: Losses,
         engine: RolloutEngine | None,
-        group: ProcessGroup | None,
         seen_lost: Callable[[], EngineLostError | None] = lambda: None,
         forget: Callable[[], None] = lambda: None,
-        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Keep the parts.
 
         Args:
             config: What follows a loss.
-            rank: This rank of the job.
+            losses: Of the job, those of engines' first starts among them.
             engine: This rank's part of its engine; None outside the rollout pool.
-            group: gloo, over the ranks of actor and engines; None elsewhere, and where no loss is survived.
             seen_lost: How this rank's engine was lost when the engines were last asked, if it was.
             forget: Called on the ranks of an engine that was started anew: the next sync must bring all.
-            say: Shows a line to people; called on all ranks of the group.
         """
-        self._config, self._engine, self._group = config, engine, group
-        self._seen_lost, self._forget, self._say = seen_lost, forget, say
-        self._leads = rank in [ranks[0] for ranks in config.engines]
+        self._losses, self._engine = losses, engine
+        self._seen_lost, self._forget = seen_lost, forget
         self._replaces = config.on_loss == "replace"
         self._lost = ""
         self._failed: WeightSyncError | None = None
-        self.num_losses = 0
-        """Engines replaced so far, over all; the same on all ranks of the group."""
 
     def go(self, update: Callable[[], S | None], ask: Callable[[S | None], T | None]) -> tuple[S | None, T]:
         """Tries until everybody has its responses. Collective over the pools of actor and engines.
@@ -70,7 +121,8 @@ class Recovery:
         Args:
             update: The weight sync; all ranks that it concerns call it in every try.
             ask: The engines, given what the sync came to, on all ranks of the pool, also those of a lost engine
-                (`is_lost`). None, on all of them, where all engines were lost before all was answered.
+                (`is_lost`): the others answer for it. None on all leaders, or EngineLostError, where all engines were
+                lost before all was answered.
 
         Returns:
             What the sync of the last try came to, and the answer.
@@ -80,10 +132,9 @@ class Recovery:
         """
         while True:
             synced, answer = self.sync(update), None
-            had_lost = self.is_lost  # maybe nobody could be asked, which is no answer
             if self._failed is None:
                 answer = self._answer(partial(ask, synced))
-            if not self.again(unanswered=answer is None or had_lost):
+            if not self.again(unanswered=answer is None):
                 assert answer is not None, "without an answer there is another try, or an error"
                 return synced, answer
 
@@ -97,6 +148,16 @@ class Recovery:
         if (error := self._seen_lost()) is not None:
             self.note(error)
         return answer
+
+    @property
+    def num_losses(self) -> int:
+        """Engines lost since the job started, over all; the same on all ranks of actor and engines."""
+        return self._losses.num
+
+    @property
+    def is_synced(self) -> bool:
+        """The last `sync` did not fail; the same on all ranks that took part in it."""
+        return self._failed is None
 
     @property
     def is_lost(self) -> bool:
@@ -138,7 +199,9 @@ class Recovery:
         return None
 
     def again(self, *, unanswered: bool = False) -> bool:
-        """After a try: whether there must be another. Collective over `group`; other ranks always get False.
+        """After a try: whether there must be another.
+
+        Collective over the pools of actor and engines; other ranks always get False.
 
         Lost engines have been started anew when this returns, and have no weights; one that is lost in its start counts
         once more.
@@ -150,35 +213,21 @@ class Recovery:
             EngineLostError: More losses than `rollout.max_losses`; on all ranks.
             WeightSyncError: The sync failed and no engine was lost; on all ranks.
         """
-        if self._group is None or not self._replaces:
+        group = self._losses.group
+        if group is None:
             return False
         failed = "" if self._failed is None else str(self._failed)
-        found = gather(_Word(self._own_loss, failed, unanswered), self._group)
-        lost = [word.lost for word in found if word.lost]
-        if not lost and self._failed is not None:
+        found = gather(_Word(self._losses.told(self._lost), failed, unanswered), group)
+        if any(word.lost for word in found):
+            self._losses.replace(self._lost, self._restart)
+            return any(word.failed or word.unanswered for word in found)
+        if self._failed is not None:
             raise self._failed
-        if not lost:
-            return False
-        while lost:
-            self._count(lost)
-            if self._lost and self._engine is not None:
-                self._lost = ""
-                self.guard(self._engine.restart)
-                self._forget()
-            # The others wait here, on the CPU, and not in a collective of the next sync.
-            lost = [text for text in gather(self._own_loss, self._group) if text]
-        return any(word.failed or word.unanswered for word in found)
+        return False
 
-    @property
-    def _own_loss(self) -> str:
-        return self._lost if self._leads else ""
-
-    def _count(self, lost: Sequence[str]) -> None:
-        self.num_losses += len(lost)
-        if self.num_losses > self._config.max_losses:
-            raise EngineLostError(
-                f"rollout.max_losses: {self.num_losses} engines lost since the job started, {self._config.max_losses} "
-                f"may be; look for the cause, or raise it. The last one:\n{lost[-1]}"
-            )
-        for text in lost:
-            self._say(f"{text.partition(';')[0]}; it is replaced")
+    def _restart(self) -> str:
+        assert self._engine is not None, "ranks of a lost engine have a part of it"
+        self._lost = ""
+        self.guard(self._engine.restart)
+        self._forget()
+        return self._lost

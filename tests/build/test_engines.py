@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhf.build.engines import make_engine
+from rlhf.build.engines import start_engine
 from rlhf.config.rollout import RolloutConfig
 from rlhf.config.sglang import SGLangConfig
 
@@ -21,6 +21,6 @@ def test_settings_without_effect_on_cpus_are_told_once_on_the_console_before_an_
     )
     for desk in (SimpleNamespace(display=SimpleNamespace(note=said.append)), None):
         site = SimpleNamespace(ranks=ranks, desk=desk)
-        assert make_engine(config, folder=None, stop_ids=(), site=site) is None
+        start_engine(config, folder=None, stop_ids=(), site=site)
     assert len(said) == lines
     assert all("mem_fraction_static=0.8 (rollout.kv_cache_tokens alone" in line for line in said)

@@ -1,6 +1,6 @@
 """An engine that is lost when a test says so, otherwise the native one: what SGLang's does, without its processes."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -37,6 +37,11 @@ class LosableEngine(NativeEngine):
     plan: frozenset[tuple[str, int]] = frozenset()
     restarts = 0
     calls: ClassVar[dict[str, int]] = {}
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        if self._comes("start"):
+            raise EngineLostError(LOST)
+        super().__init__(*args, **settings)
 
     def _comes(self, verb: str) -> bool:
         number = type(self).calls[verb] = type(self).calls.get(verb, 0) + 1

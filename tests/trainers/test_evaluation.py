@@ -30,8 +30,9 @@ class FakePool:
 
     asked: list[SamplingConfig] = field(default_factory=list)
 
-    def generate(self, prompts: PromptBatch, sampling: SamplingConfig, *, takes_part: bool) -> Rollout:
+    def generate(self, prompts: PromptBatch, sampling: SamplingConfig, *, takes_part: bool, is_lost: bool) -> Rollout:
         assert takes_part
+        assert not is_lost
         self.asked.append(sampling)
         ones = torch.ones(len(prompts), dtype=torch.int64)
         finish = torch.zeros(len(prompts), dtype=torch.int8)

@@ -19,10 +19,12 @@ ROWS = prompts((3, 4, 5, 6))
 
 
 class NobodyAnswers:
-    complete = True
+    def __init__(self):
+        self.complete = True
 
-    def ask(self, prompts, sampling, *, keep, begun, takes_part):
-        assert not takes_part
+    def ask(self, prompts, sampling, *, keep, begun, takes_part, is_lost):
+        self.complete = not is_lost
+        assert is_lost or not takes_part
         return PoolReply(kept=(), answers=Answers.empty(), left=(0, 1, 2), begun=begun, stats=STATS)
 
 
@@ -39,7 +41,11 @@ STATS = PoolStats(
 )
 
 
-def test_only_what_is_asked_again_is_kept_of_responses_that_were_begun():
+STATE = SimpleNamespace(draw=lambda _: SimpleNamespace(asked=(0, 1, 2)), policy_version=1)
+
+
+def _generation():
+    """With responses to prompts 0, 2 and 3 that were begun."""
     config = SimpleNamespace(
         ppo=SimpleNamespace(prompts_per_step=2),
         extra_prompts=1,
@@ -55,10 +61,20 @@ def test_only_what_is_asked_again_is_kept_of_responses_that_were_begun():
         timers=SimpleNamespace(phase=lambda _: nullcontext()),
     )
     generation._begun = Answers.none_yet(Asked.of(ROWS.select(torch.tensor([0, 2, 3]))))
-    state = SimpleNamespace(draw=lambda _: SimpleNamespace(asked=(0, 1, 2)), policy_version=1)
-    found = generation.step(state, left_out=True)
+    return generation
+
+
+def test_only_what_is_asked_again_is_kept_of_responses_that_were_begun():
+    generation = _generation()
+    found = generation.step(STATE, left_out=True)
     assert not found.answered
     assert found.left == (2,)
     assert found.rollout.prompts.prompt_ids.tolist() == [0, 1]
     assert set(found.rollout.finish_reasons.tolist()) == {FinishReason.ABORT}
     assert generation._begun.prompt_ids.tolist() == [2, 3]
+
+
+def test_all_that_was_begun_is_kept_where_engines_were_lost_and_will_be_asked_again():
+    generation = _generation()
+    assert generation.step(STATE, is_lost=True) is None
+    assert generation._begun.prompt_ids.tolist() == [0, 2, 3]

@@ -15,7 +15,7 @@ from rlhf.dist.groups import GroupFactory
 from rlhf.errors import EngineLostError, WeightSyncError
 from rlhf.metrics import curves
 from rlhf.trainers.ppo import PPOLoop
-from rlhf.trainers.recovery import Recovery
+from rlhf.trainers.recovery import Losses, Recovery
 from tests.harness.ranks import run_ranks
 from tests.trainers.losable import LOST, LosableEngine
 from tests.trainers.tiny_run import load, make_files, ranks_here
@@ -56,16 +56,19 @@ def _runs(folder: Path) -> None:
     LosableEngine.plan = frozenset()
     without, _ = _run(folder, groups, "without")
     assert [line["step"] for line in without] == [0, 1, 2, 3]
-    # In the first evaluation; both in the middle of the first step's rows; at the end of an update; as it goes to
-    # sleep, and again while it starts anew after that.
-    plans = ({("run", 2), ("sleep", 3), ("restart", 2)}, {("run", 1), ("run", 2), ("weights_updated", 4)})
+    # Before there is anything, one of them twice; in the first evaluation; both in the middle of the first step's rows;
+    # at the end of an update; as it goes to sleep, and again while it starts anew after that.
+    plans = (
+        {("start", 1), ("start", 2), ("run", 2), ("sleep", 3), ("restart", 2)},
+        {("start", 1), ("run", 1), ("run", 2), ("weights_updated", 4)},
+    )
     LosableEngine.plan = frozenset(plans[rank])
-    found, loop = _run(folder, groups, "with", "rollout.on_loss=replace", "rollout.sleep=all", "rollout.max_losses=6")
+    found, loop = _run(folder, groups, "with", "rollout.on_loss=replace", "rollout.sleep=all", "rollout.max_losses=9")
     assert found == without, [
         {k: (a[k], b[k]) for k in a if a[k] != b.get(k)} for a, b in zip(found, without, strict=True)
     ]
     assert LosableEngine.restarts == 3
-    assert loop.recovery.num_losses == 6
+    assert loop.recovery.num_losses == 9
     _a_policy_of_stopping(folder, groups, rank)
     _too_many(folder, groups, rank)
     _a_failed_sync_without_a_loss()
@@ -73,7 +76,7 @@ def _runs(folder: Path) -> None:
 
 def _a_policy_of_stopping(folder: Path, groups: GroupFactory, rank: int) -> None:
     config = RolloutConfig(on_loss="stop")
-    recovery = Recovery(config, rank=rank, engine=None, group=None)
+    recovery = Recovery(config, losses=Losses(config, rank=rank, group=None), engine=None)
     with pytest.raises(EngineLostError, match="scheduler tp 0"):
         recovery.go(lambda: None, _raise_lost)
     assert recovery.go(lambda: 3, lambda synced: synced + 1) == (3, 4)
@@ -88,7 +91,7 @@ def _too_many(folder: Path, groups: GroupFactory, rank: int) -> None:
 def _a_failed_sync_without_a_loss() -> None:
     group = dist.new_group([0, 1], backend="gloo")
     config = replace(RolloutConfig(), on_loss="replace")
-    recovery = Recovery(config, rank=dist.get_rank(), engine=None, group=group)
+    recovery = Recovery(config, losses=Losses(config, rank=dist.get_rank(), group=group), engine=None)
     with pytest.raises(WeightSyncError, match="the sums differ"):
         recovery.go(_raise_sync, lambda _: None)
 
