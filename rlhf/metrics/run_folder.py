@@ -211,9 +211,15 @@ class RunFolder:
         write_whole(path, strict_json(dict(trace)) + "\n")
 
     def add_samples(self, records: list[SampleRecord]) -> None:
-        """Append samples, one line each."""
-        with self.samples.open("a", encoding="utf-8") as file:
-            file.writelines(strict_json(asdict(record)) + "\n" for record in records)
+        """Append samples, one line each: all of them or none."""
+        size = self.samples.stat().st_size if self.samples.exists() else 0
+        try:
+            with self.samples.open("a", encoding="utf-8") as file:
+                file.writelines(strict_json(asdict(record)) + "\n" for record in records)
+        except OSError:
+            if self.samples.exists():
+                os.truncate(self.samples, size)  # a line that was cut short would take the next one with it
+            raise
 
     def write_summary(self, summary: Summary) -> None:
         """Write `summary.json`, whole or not at all."""

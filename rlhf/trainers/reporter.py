@@ -19,7 +19,7 @@ from rlhf.metrics.console import ProgressDisplay
 from rlhf.metrics.earlier import EarlierPart, HeldOutRecord
 from rlhf.metrics.names import ClockMetrics, HeldOutMetrics, StepMetrics
 from rlhf.metrics.report import BeforeAfter, FinalReport
-from rlhf.metrics.run_folder import RunFolder, Summary
+from rlhf.metrics.run_folder import RunFolder, SampleRecord, Summary
 from rlhf.metrics.series import RunSeries, read_metrics
 from rlhf.metrics.sinks import SinkSet
 from rlhf.metrics.timers import Timers
@@ -68,6 +68,8 @@ class Reporter:
         self._steps_done = earlier.steps
         self._rewards = list(earlier.rewards)
         self._failed_steps = 0
+        self._is_told = False
+        """That samples cannot be written."""
         self._before = _result(earlier.before)
         self._after = _result(earlier.after)
 
@@ -101,7 +103,7 @@ class Reporter:
         if self._desk is not None:
             metrics = StepMetrics(clock=self._clock(), held_out=_held_out(held_out))
             self._desk.sinks.write(step, metrics.flatten())
-            self._desk.folder.add_samples(list(held_out.samples))
+            self._add_samples(self._desk, list(held_out.samples))
 
     def step_done(
         self, state: DriverState, part: StepPart, scored: ScoredRollout, held_out: EvaluationResult | None
@@ -127,7 +129,16 @@ class Reporter:
         self._rewards.append(metrics.reward.mean if metrics.reward else NAN)
         self._desk.sinks.write(step, metrics.flatten())
         train = [record for _, rows in everywhere for record in rows][:shown]
-        self._desk.folder.add_samples(train + list(held_out.samples if held_out else ()))
+        self._add_samples(self._desk, train + list(held_out.samples if held_out else ()))
+
+    def _add_samples(self, desk: Desk, records: list[SampleRecord]) -> None:
+        """They are for people to read: like a step's metrics, those that cannot be written do not end the run."""
+        try:
+            desk.folder.add_samples(records)
+        except OSError as error:
+            if not self._is_told:
+                desk.display.note(f"{desk.folder.samples}: samples are not written ({error}); the run goes on")
+            self._is_told = True
 
     def _clock(self) -> ClockMetrics:
         return ClockMetrics(seconds=time.monotonic() - self._began)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,20 @@ def test_a_new_folder_holds_config_and_places_for_the_rest(tmp_path):
     folder.rank_log(3).write_text("log")
     assert (tmp_path / "runs/one/logs/rank_3.log").read_text() == "log"
     assert not [p for p in folder.path.iterdir() if p.name.startswith(".")]
+
+
+def test_samples_that_do_not_fit_leave_no_part_of_a_line(tmp_path):
+    folder = RunFolder.create(tmp_path / "one", "")
+    folder.add_samples([SAMPLE])
+    whole = folder.samples.read_bytes()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) * 5 // 2, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            folder.add_samples([SAMPLE, SAMPLE, SAMPLE])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert folder.samples.read_bytes() == whole
 
 
 def test_samples_and_summary_are_valid_json(tmp_path):

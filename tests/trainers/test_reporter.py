@@ -1,5 +1,6 @@
 """What a run says of itself when it was started several times: one record, one summary, one report."""
 
+import errno
 import json
 import math
 from dataclasses import replace
@@ -129,3 +130,15 @@ def test_a_run_that_begins_at_another_runs_checkpoint_tells_what_it_did_itself(t
     assert (summary["reward_first"], summary["reward_last"]) == pytest.approx((0.5, 0.6))
     assert summary["held_out_before"] is None
     assert not math.isnan(summary["seconds"])
+
+
+def test_samples_that_cannot_be_written_are_told_once_and_do_not_end_the_run(tmp_path, alone, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "run.yaml").write_text(CONFIG.format(model="m", rows="r", folder=tmp_path))
+    monkeypatch.setattr(RunFolder, "add_samples", full)
+    evaluations = {0: _evaluated(0, 0.25), 2: _evaluated(2, 0.5)}
+    folder, said = _run(tmp_path / "one", alone, resume_step=None, steps=[1, 2], evaluations=evaluations)
+    assert said.count("samples are not written ([Errno 28] No space left on device); the run goes on") == 1
+    assert json.loads(folder.summary.read_text())["held_out_after"] == 0.5
