@@ -132,6 +132,7 @@ def _build_ppo(config: PPORunConfig, site: Site) -> PPOLoop:
                 engine=engine,
                 leads=owner is not None,
                 policy_sync=policy_sync,
+                recovery=recovery,
                 awake=phases.evaluation,
                 sampling=config.rollout.sampling,
             ),

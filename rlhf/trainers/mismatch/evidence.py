@@ -77,7 +77,7 @@ class WeightCheck:
     """Engines' weights against the actor's, element by element."""
 
     was_possible: bool
-    """False where engines had given their weights back; they were sent again before the replay."""
+    """False where engines had given their weights back, or one was lost; they were sent again before the replay."""
     tensors: tuple[str, ...] = ()
     """Logical tensors that differ."""
     of: int = 0
@@ -102,3 +102,5 @@ class Evidence:
     """Mean |difference| over all tokens of the step that were compared."""
     sampling: Reading
     """As the config has it; the log-probs of both sides are without renormalisation."""
+    lost_engines: int = 0
+    """Lost while it was looked into; they were replaced, and what they had not said by then may be missing."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rlhf.config.rollout import SamplingConfig
-from rlhf.data.batch import Rollout, Sequences, TokenScores
+from rlhf.data.batch import PromptBatch, Rollout, Sequences, TokenScores
 from rlhf.data.ragged import Ragged
 from rlhf.dist.agree import from_first, gather
 from rlhf.mcore.readings import Reading
@@ -27,6 +27,7 @@ from rlhf.trainers.mismatch.evidence import Again, Evidence, ReplayedRow, Weight
 from rlhf.trainers.mismatch.readings import ROUNDS, configured, first_round, next_round
 from rlhf.trainers.mismatch.tally import comparable, worst_of_rows
 from rlhf.trainers.policy_sync import PolicySync
+from rlhf.trainers.recovery import Recovery
 
 ASKED = 4
 """Prompts that each engine is asked again, at most."""
@@ -61,6 +62,8 @@ class Replays:
     leads: bool
     """Whether this rank leads its engine."""
     policy_sync: PolicySync
+    recovery: Recovery
+    """Of this rank's engine: those that are lost meanwhile are replaced."""
     awake: Callable[[], AbstractContextManager[None]]
     """The engines have the memory that they answer with while it lasts."""
     sampling: SamplingConfig
@@ -78,9 +81,16 @@ class Replays:
     ) -> Evidence:
         """Choose rows and replay them. The evidence is whole on rank 0 alone.
 
+        Where `rollout.on_loss` is replace, an engine that is lost is started anew: it takes part from then on, and what
+        it had not said is missing.
+
         `step_mean`: mean |difference| over the step. `left_out`: this rank's engine is known to hold wrong weights, and
         is not asked.
+
+        Raises:
+            EngineLostError, WeightSyncError: See `Recovery.again`.
         """
+        losses = self.recovery.num_losses
         chosen = self._choose(rollout, old_logprobs, policy_version=policy_version, rows=rows, seed=seed)
         counts = Ragged(comparable(chosen.rollout, policy_version), chosen.rollout.responses.lengths)
         weights = self._compare_weights()
@@ -102,7 +112,8 @@ class Replays:
         readings = self._search(chosen, replayed)
         again = self._ask_engines(chosen, policy_version=policy_version, left_out=left_out)
         self.calls.flush()
-        return Evidence(replayed, readings, *again, weights, step_mean, configured(self.sampling))
+        lost = max(gather(self.recovery.num_losses - losses, self.group))  # ranks of neither pool do not know
+        return Evidence(replayed, readings, *again, weights, step_mean, configured(self.sampling), lost)
 
     def _choose(self, rollout: Rollout, old_logprobs: Ragged, *, policy_version: int, rows: int, seed: str) -> Chosen:
         """The rows with the largest differences, and as many of the others by lot."""
@@ -123,7 +134,8 @@ class Replays:
         return Chosen(joined.select(order), old.select(order), is_drawn)
 
     def _compare_weights(self) -> WeightCheck:
-        found = self.policy_sync.compare()
+        """Impossible where an engine is lost meanwhile: then too the next transfer sends all."""
+        found = self.recovery.sync(self.policy_sync.compare)
         mine = None
         if found is not None:
             mine = WeightCheck(
@@ -166,14 +178,27 @@ class Replays:
         prompts = chosen.rollout.prompts.select(torch.tensor(asked, dtype=torch.int64))
         longest = int(chosen.rollout.responses.lengths[asked].max()) if asked else 1
         sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, longest, ASKED_TOKENS))
+        said: list[list[Rollout | None] | None] = [None, None]
         with self.awake():
-            self.policy_sync.update_weights(policy_version=policy_version)  # nothing, unless they were given back
-            one_by_one, at_once = [], []
-            if self.engine is not None and not left_out and asked:
-                for part in prompts.split([1] * len(prompts)):
-                    one_by_one.append(self.engine.generate(part if self.leads else None, sampling))
-                at_once.append(self.engine.generate(prompts if self.leads else None, sampling))
-        return self._answers(one_by_one, asked), self._answers(at_once, asked)
+            self.recovery.again()  # one may have been lost in the comparison, or before
+            for is_last in (False, True):
+                # nothing, unless weights were given back or an engine is new
+                self.recovery.sync(partial(self.policy_sync.update_weights, policy_version=policy_version))
+                if asked and not left_out and self.recovery.is_synced:
+                    one_by_one, at_once = prompts.split([1] * len(prompts)), [prompts]
+                    said = [
+                        old or self._say(new, sampling) for old, new in zip(said, (one_by_one, at_once), strict=True)
+                    ]
+                if not self.recovery.again(unanswered=not is_last and self.recovery.is_lost):
+                    break
+        return self._answers(said[0] or (), asked), self._answers(said[1] or (), asked)
+
+    def _say(self, parts: Sequence[PromptBatch], sampling: SamplingConfig) -> list[Rollout | None] | None:
+        """What this rank's engine answers, part by part; None where it is lost before all are answered."""
+        engine = self.engine
+        if engine is None:
+            return None
+        return self.recovery.guard(lambda: [engine.generate(part if self.leads else None, sampling) for part in parts])
 
     def _answers(self, mine: Sequence[Rollout | None], asked: Sequence[int]) -> tuple[Again, ...]:
         """Of all engines, scored; on rank 0."""

@@ -14,11 +14,14 @@ def as_text(step: int, breach: str, total: Tally, verdict: Verdict, rows: Sequen
     """A small table: each cause with the share that it explains, and the sequences that were replayed."""
     lines = [
         f"step {step}: rollout engine and trainer differ: {breach} ({total.tokens:,} tokens compared)",
-        f"  cause: {verdict.cause.value.upper()}: {verdict.finding}",
+        f"  cause: {verdict.name.upper()}: {verdict.finding}",
         f"  next: {verdict.advice}",
         "  cause      explains  seen",
         *(f"  {score.cause.value:<9}  {score.share:>7.0%}   {score.finding}" for score in verdict.scores),
     ]
+    if verdict.lost_engines:
+        lost = f"{verdict.lost_engines} engine" + "s" * (verdict.lost_engines > 1)
+        lines.append(f"  {lost} lost meanwhile and replaced: what was not said by then may be missing")
     if rows:
         lines.append("  replayed     prompt  response  mean |difference|  largest  at token")
     lines += [
@@ -33,12 +36,13 @@ def as_record(step: int, breach: str, total: Tally, verdict: Verdict, rows: Sequ
     return {
         "step": step,
         "breach": breach,
-        "cause": verdict.cause.value,
+        "cause": verdict.name,
         "finding": verdict.finding,
         "advice": verdict.advice,
         "scores": [{"cause": s.cause.value, "explains": s.share, "finding": s.finding} for s in verdict.scores],
         "difference_rms": verdict.difference,
         "tokens_replayed": verdict.tokens,
+        "lost_engines": verdict.lost_engines,
         "compared": {**asdict(total), "mean": total.mean},
         "rows": [
             {

@@ -43,6 +43,8 @@ ADVICE = {
 }
 """What to do next."""
 
+NO_EVIDENCE = "wait for the next breach, which is looked into again; see the logs of the engines for why they were lost"
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -58,7 +60,8 @@ class Score:
 class Verdict:
     """The cause that is named, and what speaks for it."""
 
-    cause: Cause
+    cause: Cause | None
+    """None where no engine was left to be asked, and the trainer's side alone explains nothing."""
     finding: str
     scores: tuple[Score, ...]
     """Of all causes, in their order."""
@@ -66,11 +69,18 @@ class Verdict:
     """Root mean square over the replayed tokens, in nats."""
     tokens: int
     """Of the replayed rows that were compared."""
+    lost_engines: int = 0
+    """See `Evidence`."""
+
+    @property
+    def name(self) -> str:
+        """Of the cause."""
+        return self.cause.value if self.cause is not None else "unknown"
 
     @property
     def advice(self) -> str:
         """What to do next."""
-        return ADVICE[self.cause]
+        return ADVICE[self.cause] if self.cause is not None else NO_EVIDENCE
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -85,7 +95,11 @@ def judge(evidence: Evidence) -> Verdict:
     elif best.share >= EXPLAINS:
         named = best
     difference, tokens = _spread(evidence.rows, _old)
-    return Verdict(named.cause, named.finding, (weights, *others, kernels), difference, tokens)
+    cause: Cause | None = named.cause
+    finding = named.finding
+    if named is kernels and _no_engine_was_seen(evidence):
+        cause, finding = None, "no engine could be compared or asked again"
+    return Verdict(cause, finding, (weights, *others, kernels), difference, tokens, evidence.lost_engines)
 
 
 def stale(tokens: int, policy_version: int) -> Verdict:
@@ -94,6 +108,10 @@ def stale(tokens: int, policy_version: int) -> Verdict:
         f"{tokens} tokens were drawn, none by the trainer's policy version {policy_version}: the weights are stale"
     )
     return Verdict(Cause.WEIGHTS, finding, (Score(Cause.WEIGHTS, 1.0, finding),), 0.0, 0)
+
+
+def _no_engine_was_seen(evidence: Evidence) -> bool:
+    return not (evidence.weights.was_possible or evidence.alone or evidence.together)
 
 
 def _weights(evidence: Evidence) -> Score:
@@ -106,6 +124,8 @@ def _weights(evidence: Evidence) -> Score:
         return Score(Cause.WEIGHTS, 1.0, f"{what}: {check.text}")
     if check.was_possible:
         return Score(Cause.WEIGHTS, 0.0, f"all {check.of} tensors are equal on both sides")
+    if _no_engine_was_seen(evidence):
+        return Score(Cause.WEIGHTS, 0.0, "not known: no engine could be compared or asked again")
     mended = min(_gone(evidence, evidence.alone), _gone(evidence, evidence.together))
     if mended >= EXPLAINS:
         return Score(Cause.WEIGHTS, mended, "after all weights were sent again the same prompts come out right")
@@ -141,9 +161,9 @@ def _sampling(evidence: Evidence) -> Score:
 def _packing(evidence: Evidence) -> Score:
     trainer = _explained(evidence, _alone)
     engine = _gone(evidence, evidence.alone)
-    was_sent_again = bool(evidence.weights.tensors) or not evidence.weights.was_possible
+    was_sent_again = bool(evidence.weights.tensors or evidence.lost_engines) or not evidence.weights.was_possible
     if was_sent_again and _gone(evidence, evidence.together) >= EXPLAINS:
-        engine = 0.0  # right in a batch too: new weights have mended it
+        engine = 0.0  # right in a batch too: new weights, or a new engine, have mended it
     if trainer >= engine:
         return Score(Cause.PACKING, trainer, "trainer: scored alone, without other rows beside it, against as it was")
     return Score(Cause.PACKING, engine, "engine: the same prompts asked alone, against the answers that it gave")
@@ -162,7 +182,7 @@ def _kernels(evidence: Evidence, *, rest: float) -> Score:
         Cause.KERNELS,
         max(0.0, rest),
         f"what nothing else explains; {kind} (mean {bias:+.2f} of its size)"
-        + (f"; engines asked again: {asked}" if asked else ""),
+        + (f"; engines asked again: {asked}" if asked else "; no engine answered again"),
     )
 
 

@@ -46,7 +46,8 @@ class MismatchWatch:
         kept of responses that earlier steps began.
 
         Raises:
-            MismatchError: A limit is passed and the policy is to stop. On all ranks, once the record is written.
+            MismatchError: A limit is passed and the policy is to stop. On all ranks, once the record is written or has
+                turned out not to be writable; it says which.
         """
         mine = Tally.of(rollout, old_logprobs.values, state.policy_version, begun_tokens=begun_tokens)
         tallies = gather(mine, self._replays.group)
@@ -89,12 +90,24 @@ class MismatchWatch:
         summary = ""
         if verdict is not None and self._replays.rank == 0:
             text = as_text(step, breach, total, verdict, rows)
-            self._folder.write_mismatch(step, as_record(step, breach, total, verdict, rows), text)
-            self._note(f"{text}\nwritten to {self._folder.mismatch(step, 'txt')}")
-            summary = f"{verdict.cause.value}: {verdict.finding}; {verdict.advice}"
+            seen = self._write(step, as_record(step, breach, total, verdict, rows), text)
+            summary = f"{verdict.name}: {verdict.finding}; {verdict.advice}; what was seen {seen}"
         summary = from_first(summary, self._replays.group)
         if stops:
             raise MismatchError(
-                f"mismatch: step {step}: {breach}; cause: {summary}; what was seen: "
-                f"{self._folder.mismatch(step, 'txt')}; mismatch.on_breach=warn goes on all the same"
+                f"mismatch: step {step}: {breach}; cause: {summary}; mismatch.on_breach=warn goes on all the same"
             )
+
+    def _write(self, step: int, record: dict[str, object], text: str) -> str:
+        """Record and console, on rank 0; says where it is written.
+
+        A disk that takes nothing costs the record alone: the other ranks wait for the verdict.
+        """
+        path = self._folder.mismatch(step, "txt")
+        try:
+            self._folder.write_mismatch(step, record, text)
+            seen = f"is written to {path}"
+        except OSError as error:
+            seen = f"could not be written to {path} ({type(error).__name__}: {error})"
+        self._note(f"{text}\n  what was seen {seen}")
+        return seen

@@ -1,7 +1,7 @@
 """An actor, engines and the sync between them, without the rest of a run, with new random weights for each trial."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -41,8 +41,11 @@ from rlhf.trainers.experience import sequences_of
 from rlhf.trainers.mismatch.replay import Replays
 from rlhf.trainers.mismatch.watch import MismatchWatch
 from rlhf.trainers.policy_sync import PolicySync
+from rlhf.trainers.recovery import Losses, Recovery
+from tests.trainers.losable import LosableEngine
 
 CPU = torch.device("cpu")
+LOSABLE = "tests.trainers.losable:LosableEngine"
 COMMON = {
     "vocab_size": 67,
     "hidden_size": 36,
@@ -81,7 +84,8 @@ class Layout:
     dp: int = 1
     """Engines."""
     engine: str = "native"
-    """Or sglang, of models whose MLPs it does not pad."""
+    """Or sglang, of models whose MLPs it does not pad; or LOSABLE."""
+    on_loss: str = "stop"
 
 
 class Bench:
@@ -94,11 +98,12 @@ class Bench:
         self.rank, self.folder = dist.get_rank(), RunFolder(folder)
         self.calls = RoleCalls(self.rank, self.everyone)
         self.rollout = RolloutConfig(
-            engine=layout.engine, tp=layout.tp, dp=layout.dp, max_running=7, kv_cache_tokens=1600
+            **{"engine": layout.engine, "on_loss": layout.on_loss, "max_losses": 20},
+            **{"tp": layout.tp, "dp": layout.dp, "max_running": 7, "kv_cache_tokens": 1600},
         )
         self.actor = self._actor(factory, ModelConfig(path="bench", dtype=dtype))
         tp_group, cpu_group = (make(self.rollout.engines) for make in (factory.device_group, factory.cpu_group))
-        self.engine = {"native": NativeEngine, "sglang": SGLangEngine}[layout.engine](
+        self.engine = {"native": NativeEngine, "sglang": SGLangEngine, LOSABLE: LosableEngine}[layout.engine](
             *(self.spec, self.rollout),
             **{"tp_group": tp_group if layout.tp > 1 else None, "cpu_group": cpu_group if layout.tp > 1 else None},
             **{"device": CPU, "dtype": getattr(torch, dtype), "run_seed": 11, "eos_token_ids": ()},
@@ -111,7 +116,14 @@ class Bench:
             group=factory.device_group([tuple(range(layout.ranks))]),
             windowed=layout.engine == "sglang",
         )
-        self.policy_sync = PolicySync(sync, actor_params=lambda: current_params(self.model), engine=self.engine)
+        self.policy_sync = PolicySync(
+            sync,
+            actor_params=lambda: current_params(self.model),
+            engine=self.engine,
+            survives_loss=layout.on_loss == "replace",
+        )
+        losses = Losses(self.rollout, rank=self.rank, group=self.everyone)
+        self.recovery = Recovery(self.rollout, losses=losses, engine=self.engine, forget=self.policy_sync.forget)
         self.version = 0
 
     @property
@@ -171,6 +183,7 @@ class Bench:
         limits: MismatchLimits | None = None,
         on_breach: str = "warn",
         replay_rows: int = 6,
+        note: Callable[[str], None] = lambda _: None,
     ) -> MismatchMetrics:
         """What the watch of a step says; a verdict lies in the folder."""
         chosen = {} if limits is None else {self.dtype: limits}
@@ -184,12 +197,13 @@ class Bench:
                 engine=engine or self.engine,
                 leads=self.rank in self.leaders,
                 policy_sync=self.policy_sync,
+                recovery=self.recovery,
                 awake=self._awake,
                 sampling=sampling,
             ),
             dtype=self.dtype,
             folder=self.folder,
-            note=lambda _: None,
+            note=note,
         )
         state = DriverState(seed=7, kl_coef=0.0, step=self.version - 1, policy_version=self.version)
         return watch.look(rollout, old_logprobs, state, left_out=False)
@@ -203,8 +217,8 @@ class Bench:
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
-        self.engine.sleep()  # as between rollout and training
-        self.engine.wake()
+        self.recovery.guard(self.engine.sleep)  # as between rollout and training
+        self.recovery.guard(self.engine.wake)
         yield
 
     def _actor(self, factory: GroupFactory, config: ModelConfig) -> Policy:

@@ -4,6 +4,7 @@ Each trial has weights, prompts, lengths and sampling of its own; families and l
 throughout: Megatron's as the trainer, the native engine, the weight sync between them.
 """
 
+import errno
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,6 +16,8 @@ import torch
 
 from rlhf.config.parallel import ParallelConfig
 from rlhf.config.rollout import SamplingConfig
+from rlhf.data.batch import Rollout
+from rlhf.data.ragged import Ragged
 from rlhf.errors import MismatchError
 from rlhf.trainers.mismatch.verdict import Cause
 from tests.harness.ranks import run_ranks
@@ -171,6 +174,31 @@ def stops_on_a_breach(folder: Path) -> None:
         with pytest.raises(MismatchError, match=r"step 1: .* cause: weights: 1 of 21 tensors differ"):
             bench.look(rollout, old, sampling, on_breach="stop")
     assert bench.folder.mismatch(1, "txt").exists()
+    _a_disk_that_is_full_costs_the_record_alone(bench, rollout, old, sampling)
+
+
+def _a_disk_that_is_full_costs_the_record_alone(
+    bench: Bench, rollout: Rollout, old: Ragged, sampling: SamplingConfig
+) -> None:
+    """By the other policy the run goes on, on all ranks; by this one it ends for the right reason."""
+    older = replace(rollout, policy_versions=rollout.policy_versions.like(rollout.policy_versions.values - 1))
+    text, said = bench.folder.mismatch(1, "txt"), list[str]()
+    before = text.read_text() if bench.rank == 0 else ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlhf.metrics.whole_file.os.fsync", _full)
+        assert bench.look(older, old, sampling, note=said.append).breach
+        with pytest.raises(
+            MismatchError, match=rf"cause: weights: .* could not be written to {text} \(OSError: .*No space left"
+        ):
+            bench.look(older, old, sampling, on_breach="stop")
+    assert ["could not be written" in one and "WEIGHTS" in one for one in said] == [True] * (bench.rank == 0)
+    if bench.rank == 0:
+        assert text.read_text() == before
+        assert sorted(path.name for path in text.parent.iterdir()) == ["step_000001.json", "step_000001.txt"]
+
+
+def _full(fd: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def partly_and_wholly_older_tokens(folder: Path) -> None:

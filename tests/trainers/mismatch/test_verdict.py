@@ -8,6 +8,8 @@ import torch
 
 from rlhf.mcore.readings import Reading
 from rlhf.trainers.mismatch.evidence import Again, Evidence, ReplayedRow, WeightCheck
+from rlhf.trainers.mismatch.report import as_text
+from rlhf.trainers.mismatch.tally import Tally
 from rlhf.trainers.mismatch.verdict import ADVICE, Cause, judge, stale
 
 EQUAL = WeightCheck(was_possible=True, of=20)
@@ -171,3 +173,23 @@ def test_tokens_that_are_not_finite_or_not_compared_are_left_out():
     assert (verdict.cause, verdict.tokens, verdict.difference) == (Cause.KERNELS, 1, 0.5)
     nothing = judge(evidence(replace(odd, counts=torch.zeros(4, dtype=torch.bool))))
     assert "nothing could be compared" in nothing.finding
+
+
+def test_where_no_engine_was_seen_the_cause_is_unknown_unless_the_trainer_alone_explains_it():
+    blind = {"weights": WeightCheck(was_possible=False), "lost_engines": 2}
+    verdict = judge(evidence(NOISE, **blind))
+    assert (verdict.cause, verdict.name) == (None, "unknown")
+    assert verdict.finding == "no engine could be compared or asked again"
+    assert verdict.scores[0].finding.startswith("not known")
+    packed = row([-1.0, -2.0, -3.0], [-1.5, -1.5, -3.5], alone=[-1.0, -2.0, -3.0])
+    assert judge(evidence(packed, **blind)).cause is Cause.PACKING
+    text = as_text(3, "over a limit", Tally(), verdict, [NOISE])
+    assert "cause: UNKNOWN: no engine could be compared" in text
+    assert "2 engines lost meanwhile and replaced" in text
+
+
+def test_an_engine_that_is_right_in_a_batch_too_once_it_was_replaced_has_no_fault_of_packing():
+    right = [again([-1.5, -1.5, -3.5, -1.0], [-1.5, -1.5, -3.5, -1.0])]
+    seen = evidence(NOISE, alone=right, together=tuple(right))
+    assert shares(seen)[Cause.PACKING] == 1.0  # of an engine that has lived through it
+    assert shares(replace(seen, lost_engines=1))[Cause.PACKING] == 0.0
