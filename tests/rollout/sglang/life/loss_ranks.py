@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -15,6 +17,7 @@ from torch.distributed import ProcessGroup
 from rlhf.config.rollout import RolloutConfig, SamplingConfig
 from rlhf.data.batch import FinishReason, PromptBatch, Rollout
 from rlhf.dist.groups import GroupFactory
+from rlhf.errors import EngineLostError
 from rlhf.families.spec import ModelSpec
 from rlhf.reshard.layout import ModelLayout
 from rlhf.reshard.topology import Topology
@@ -23,6 +26,7 @@ from rlhf.rollout.answers import Answers
 from rlhf.rollout.pool import EnginePool, store_of_job
 from rlhf.rollout.sglang.engine import SGLangEngine
 from rlhf.rollout.sglang.life.board import read_entries
+from rlhf.rollout.sglang.weights.lasting import LastingSink
 from rlhf.trainers.policy_sync import PolicySync
 from rlhf.trainers.recovery import Recovery
 from tests.reshard.toy import filled_params, full_tensors
@@ -45,6 +49,7 @@ class Blow:
     """The name of a signal, or hang."""
     told: str
     """A pattern of what people are to read."""
+    in_sync: bool = False
     fell_at: float = field(default=0.0, init=False)
 
     def fall(self, engine: SGLangEngine) -> None:
@@ -58,12 +63,14 @@ class Blow:
             os.kill(next(e.pid for e in read_entries(engine._folder) if e.role == self.role), signal.Signals[self.what])
 
 
+LOST_IN_SYNC = r"engine_0: scheduler tp 0 \(pid \d+\) was ended by SIGKILL while it was at load_window; it is replaced"
 BLOWS = (
     Blow("host", "SIGKILL", r"engine_0: host \(pid \d+\) was ended by SIGKILL while it was at sample; it is replaced"),
     Blow(
         "host", "SIGSTOP", r"engine_0: host \(pid \d+\) is stopped \(state T\) while it was at sample; it is replaced"
     ),
     Blow("scheduler tp 1", "hang", r"engine_0: scheduler tp 1 \(pid \d+\) hangs: it has not moved for 15 s .* sample;"),
+    Blow("scheduler tp 0", "SIGKILL", LOST_IN_SYNC, in_sync=True),
 )
 
 
@@ -130,7 +137,12 @@ class Job:
 
     def _on_progress(self, done: int, total: int) -> None:
         """On the leader, again and again: in the middle of the rows."""
-        if self.blow is not None and MAX_RUNNING <= done < total:
+        if self.blow is not None and not self.blow.in_sync and MAX_RUNNING <= done < total:
+            self.blow.fall(self.engine)
+
+    def on_window(self, number: int) -> None:
+        """On the leader: in the middle of a transfer."""
+        if self.leads and self.blow is not None and self.blow.in_sync and number == 1:
             self.blow.fall(self.engine)
 
     def step(self, version: int, batch: PromptBatch) -> Rollout | None:
@@ -154,7 +166,15 @@ class Job:
 def lose_and_replace(spec: ModelSpec, src: ModelLayout, dst: ModelLayout, folder: Path) -> None:
     """Each blow falls in a step with weights of its own, which has the rows of a step without one."""
     torch.set_num_threads(1)
+    shm = _in_shm()
     job, batch = Job(spec, src, dst, folder), prompts(samples=2)
+    plain = LastingSink.hand_over
+
+    def hand_over(sink: LastingSink, number: int) -> None:
+        plain(sink, number)
+        job.on_window(number)
+
+    LastingSink.hand_over = hand_over
     try:
         for version, blow in enumerate(BLOWS):
             for param in job.actor.values():
@@ -164,7 +184,11 @@ def lose_and_replace(spec: ModelSpec, src: ModelLayout, dst: ModelLayout, folder
             _is_found(job, blow, num_losses=version + 1)
             job.blow = None
             _is_whole(found, job.pool.generate(batch if job.leads else None, SAMPLING), batch, version)
+            assert _in_shm() == shm
+        _closed_at_work(job, batch)
+        assert _in_shm() == shm
     finally:
+        LastingSink.hand_over = plain
         job.engine.close()
 
 
@@ -189,3 +213,25 @@ def _is_whole(found: Rollout | None, undisturbed: Rollout | None, batch: PromptB
     assert found.responses.values.tolist() == undisturbed.responses.values.tolist()
     # fp32, in batches of other sizes
     torch.testing.assert_close(found.rollout_logprobs.values, undisturbed.rollout_logprobs.values, atol=1e-4, rtol=0)
+
+
+def _closed_at_work(job: Job, batch: PromptBatch) -> None:
+    """Its leader closes the engine while rows run: nothing of it is left."""
+    engine, folder = job.engine, job.engine._folder
+    processes = [psutil.Process(entry.pid) for entry in read_entries(folder)] if job.leads else []
+    assert len(processes) == 3 * job.leads  # a host, two schedulers
+
+    def close(done: int, total: int) -> None:
+        if 0 < done < total:
+            engine.close()
+
+    job._on_progress = close
+    engine._on_progress = close
+    with pytest.raises(EngineLostError, match="its processes have ended"):
+        engine.generate(batch if job.leads else None, SAMPLING)
+    assert psutil.wait_procs(processes, timeout=10)[1] == []
+    assert folder is None or not folder.exists()
+
+
+def _in_shm() -> list[str]:
+    return sorted(path.name for path in Path("/dev/shm").iterdir())

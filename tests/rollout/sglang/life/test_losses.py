@@ -1,4 +1,4 @@
-"""SGLang's own host killed and stopped, and a scheduler that hangs, in rollouts: found, named, replaced.
+"""SGLang's own processes, killed, stopped and hung in rollouts and in a weight sync: found, named, replaced.
 
 Schedulers that are killed or stopped in a rollout: tests/scripts/test_sglang_jobs.py. What else can befall them: the
 fake hosts of test_watch.py.
@@ -21,7 +21,7 @@ from tests.rollout.sglang.tiny import needs_sglang
 pytestmark = [*needs_sglang, pytest.mark.dist]
 
 
-def test_an_engine_that_loses_its_host_or_hangs_is_found_named_and_replaced_and_no_row_is_lost_or_twice(tmp_path):
+def test_an_engine_that_loses_any_of_its_processes_is_found_named_and_replaced_and_no_row_is_lost_or_twice(tmp_path):
     spec = replace(SPECS["qwen3"], hidden_size=128, ffn_size=256, num_layers=2)
     src = megatron_layout(spec, ParallelConfig(pp=2), head=Head.LM, dtype="float32")
     dst = sglang_layout(spec, tp=2, ep=1, dp=1, first_rank=0, dtype="float32")
