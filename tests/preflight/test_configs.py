@@ -49,7 +49,7 @@ def test_nothing_is_wrong_for_the_job_that_the_header_names(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rlhf.preflight.inputs._check_sglang", lambda config: None)  # as where it is installed
+    monkeypatch.setattr("rlhf.preflight.inputs.check_installed", lambda options: None)  # as where it is installed
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))  # shapes, not weights
     words = header_of(file)
     overrides = [word for word in words if "=" in word]

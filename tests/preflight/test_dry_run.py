@@ -258,7 +258,7 @@ def test_an_engine_by_import_path_is_not_guessed_at(check) -> None:
 def test_the_sync_into_sglang_is_planned_and_its_memory_is_not_guessed_at(
     check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlhf.preflight.inputs._check_sglang", lambda config: None)  # as where it is installed
+    monkeypatch.setattr("rlhf.preflight.inputs.check_installed", lambda options: None)  # as where it is installed
     code, out, _ = check("rollout.engine=sglang", "job.device=cuda")
     assert code == 0
     assert "one weight sync" in out
@@ -278,7 +278,7 @@ def test_what_sglang_cannot_do_is_refused_before_anything_starts(check, monkeypa
 def test_what_sglang_has_on_gpus_only_is_refused_where_the_job_is_on_cpus(
     check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlhf.preflight.inputs._check_sglang", lambda config: None)  # as where it is installed
+    monkeypatch.setattr("rlhf.preflight.inputs.check_installed", lambda options: None)  # as where it is installed
     words = ("rollout.engine=sglang", "rollout.sglang.attention_backend=fa3", "rollout.sglang.mem_fraction_static=0.7")
     code, out, err = check(*words, "job.device=cpu")
     assert code == 2
@@ -293,7 +293,7 @@ def test_what_sglang_has_on_gpus_only_is_refused_where_the_job_is_on_cpus(
 def test_engines_of_sglang_may_cross_nodes_where_they_have_as_many_ranks_on_each(
     check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlhf.preflight.inputs._check_sglang", lambda config: None)  # as where it is installed
+    monkeypatch.setattr("rlhf.preflight.inputs.check_installed", lambda options: None)  # as where it is installed
     words = ("rollout.engine=sglang", "rollout.tp=4", "job.device=cuda", "--world-size", "6", "--gpus-per-node", "3")
     code, out, err = check(*words, "rollout.first_rank=1", "reference.parallel.first_rank=5")
     assert code == 0, err

@@ -286,10 +286,10 @@ def test_quick_says_that_the_rows_of_sglang_are_left_out(monkeypatch, capsys) ->
         raise SideError(f"{sides[0].name}: was to run")
 
     monkeypatch.setattr("tools.benchmarks.rollout.started", nothing_runs)
-    assert command.main(["rollout", "--quick", "--only", "rollout/tiny/none"]) == 0
+    assert command.main(["rollout", "--quick", "--only", "rollout/tiny/none"]) == 2
     assert "rollout/tiny/sglang/*: left out of --quick; add --only 'rollout/tiny/sglang/*'" in capsys.readouterr().out
     monkeypatch.setattr("tools.benchmarks.rollout.find_spec", lambda _: None)
-    assert command.main(["rollout", "--quick", "--only", "rollout/tiny/sglang/*"]) == 0
+    assert command.main(["rollout", "--quick", "--only", "rollout/tiny/sglang/*"]) == 2
     assert "SGLang is not installed here; scripts/setup.sh core sglang" in capsys.readouterr().out
     monkeypatch.undo()
 

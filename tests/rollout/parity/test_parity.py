@@ -41,7 +41,7 @@ class Side:
     @property
     def rollouts(self) -> RolloutEngine:
         """The engine as the trainer sees it."""
-        return self.engine._engine
+        return self.engine._engine._running[0]
 
     def greedy(self, prompts: list[list[int]], count: int, **changes: object) -> list[Answer]:
         """The most likely responses."""

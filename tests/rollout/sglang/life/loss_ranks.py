@@ -28,7 +28,7 @@ from rlhf.rollout.sglang.engine import SGLangEngine
 from rlhf.rollout.sglang.life.board import read_entries
 from rlhf.rollout.sglang.weights.lasting import LastingSink
 from rlhf.trainers.policy_sync import PolicySync
-from rlhf.trainers.recovery import Recovery
+from rlhf.trainers.recovery import Losses, Recovery
 from tests.reshard.toy import filled_params, full_tensors
 from tests.rollout.sglang.errands import HangsOn
 from tests.rollout.tiny import prompts
@@ -111,14 +111,15 @@ class Job:
             outlives_loss=True,
         )
         self.policy = PolicySync(sync, actor_params=lambda: self.actor, engine=self.engine, survives_loss=True)
+        losses = Losses(
+            config, rank=dist.get_rank(), group=group, say=lambda line: self.said.append((time.monotonic(), line))
+        )
         self.recovery = Recovery(
             config,
-            rank=dist.get_rank(),
+            losses=losses,
             engine=self.engine,
-            group=group,
             seen_lost=lambda: self.pool.lost,
             forget=self.policy.forget,
-            say=lambda line: self.said.append((time.monotonic(), line)),
         )
 
     def _engine(self, spec: ModelSpec, config: RolloutConfig, group: ProcessGroup, folder: Path) -> SGLangEngine:
@@ -151,9 +152,7 @@ class Job:
 
         def ask(_: object) -> Rollout | bool | None:
             nonlocal begun
-            reply = self.pool.ask(
-                batch if self.leads else None, SAMPLING, begun=begun, takes_part=not self.recovery.is_lost
-            )
+            reply = self.pool.ask(batch if self.leads else None, SAMPLING, begun=begun, is_lost=self.recovery.is_lost)
             if not self.pool.complete:
                 begun = Answers.empty() if reply is None else Answers.concat([reply.answers, reply.begun])
                 return None
