@@ -295,7 +295,7 @@ def test_quick_says_that_the_rows_of_sglang_are_left_out(monkeypatch, capsys) ->
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@pytest.mark.proof  # its parts are tested above; two engines of SGLang take their time
 @pytest.mark.sglang
 @pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang (scripts/setup.sh test sglang)")
 def test_our_engine_on_sglang_stands_beside_sglangs_own(tmp_path: Path) -> None:

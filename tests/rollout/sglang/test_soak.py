@@ -14,7 +14,7 @@ from tests.rollout.sglang.soak_ranks import soak
 from tests.rollout.sglang.test_layout import SPECS
 from tests.rollout.sglang.tiny import needs_sglang
 
-pytestmark = [*needs_sglang, pytest.mark.dist]
+pytestmark = [*needs_sglang, pytest.mark.dist, pytest.mark.timeout(600)]  # engines start and start again
 
 
 def test_memory_is_flat_over_200_syncs_and_rollouts(tmp_path):

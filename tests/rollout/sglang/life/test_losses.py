@@ -18,7 +18,7 @@ from tests.rollout.sglang.life.loss_ranks import lose_and_replace
 from tests.rollout.sglang.test_layout import SPECS
 from tests.rollout.sglang.tiny import needs_sglang
 
-pytestmark = [*needs_sglang, pytest.mark.dist]
+pytestmark = [*needs_sglang, pytest.mark.dist, pytest.mark.timeout(600)]  # engines start and start again
 
 
 def test_an_engine_that_loses_any_of_its_processes_is_found_named_and_replaced_and_no_row_is_lost_or_twice(tmp_path):

@@ -17,7 +17,7 @@ from tests.rollout.sglang.tiny import needs_sglang
 from tests.rollout.sglang.weights.test_weights import ALIGNED, case_of
 from tests.rollout.tiny import hf_model
 
-pytestmark = [*needs_sglang, pytest.mark.dist]
+pytestmark = [*needs_sglang, pytest.mark.dist, pytest.mark.timeout(600)]  # engines start and start again
 
 
 def test_an_engine_on_two_nodes_answers_as_on_one_also_when_it_was_lost_and_begun_again(tmp_path: Path) -> None:
