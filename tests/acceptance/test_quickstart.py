@@ -57,7 +57,7 @@ APART_TP2 = ("rollout.first_rank=2", "rollout.tp=2", "rollout.dp=1")
 @pytest.mark.parametrize(
     "placement",
     [
-        pytest.param(CO_LOCATED_TP1, id="co-located tp1"),
+        pytest.param(CO_LOCATED_TP1, id="co-located tp1", marks=pytest.mark.proof),
         pytest.param(CO_LOCATED_TP2, id="co-located tp2", marks=pytest.mark.proof),
         pytest.param(APART_TP1, id="apart tp1", marks=pytest.mark.proof),
         pytest.param(APART_TP2, id="apart tp2"),

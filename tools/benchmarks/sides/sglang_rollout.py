@@ -4,6 +4,7 @@ Answers tell what a call cost beside SGLang's own work: processor seconds of thi
 long it took at its edges, from the call to the first request in SGLang's hands and from its last answer to the return.
 """
 
+import atexit
 import os
 import sys
 import time
@@ -51,6 +52,7 @@ def start() -> tuple[Handler, Mapping[str, str]]:
         run_seed=1,
         eos_token_ids=(),
     )
+    atexit.register(engine.close)
     source = HfFolder(folder)
     fill(engine.layout(), {0: engine.params()}, lambda name, box: source.read(name, box.slices).float())
     engine.weights_updated(1)
